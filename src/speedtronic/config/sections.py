@@ -1,0 +1,539 @@
+"""The sections of a configuration: keys, types, bounds, defaults and what each key means."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    WithJsonSchema,
+    WrapValidator,
+)
+
+from speedtronic.config.base import Section
+from speedtronic.config.problems import in_words
+from speedtronic.config.secrets import REDACTED, without_redacted
+
+# --- types of values ---
+
+
+def _as_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _as_list(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _none_or(value: object, check: Any) -> Any:
+    return None if value is None else check(value)
+
+
+def _not_redacted(value: object) -> object:
+    return None if value == REDACTED else value
+
+
+def _check_match(pattern: str, wanted: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"must be {wanted}, not {in_words(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _schema_match(pattern: str) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "pattern": f"^({pattern})$"})
+
+
+def _plain_mapping(value: dict[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = without_redacted(_plain_value(value, ""))
+    return plain
+
+
+def _plain_value(value: object, place: str) -> Any:
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"keys{place} must be text, not {in_words(wrong[0])}")
+        return {key: _plain_value(item, f" under {key!r}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(item, place) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the number{place} must be finite")
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError(f"the value{place} must be text, a number, true, false, null, a list or a mapping")
+
+
+def _alignment(value: object) -> object:
+    if value in ("auto", "none") or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError(f"must be 'auto', 'none' or a whole number of at least 1, not {in_words(value)}")
+
+
+Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+TextList = Annotated[list[Text], BeforeValidator(_as_list)]
+PlainMapping = Annotated[dict[str, Any], AfterValidator(_plain_mapping)]
+_DEVICES = r"auto|cpu|mps|cuda(:[0-9]+)?"
+Device = Annotated[str, _check_match(_DEVICES, "auto, cpu, mps, cuda or cuda:<index>"), _schema_match(_DEVICES)]
+_FACTORIES = r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*"
+Factory = Annotated[
+    str,
+    _check_match(_FACTORIES, "an importable factory, written package.module:function"),
+    _schema_match(_FACTORIES),
+]
+_COMPONENTS = r"(?!\.{1,2}$)[A-Za-z0-9._-]+"
+NodeId = Annotated[
+    str,
+    _check_match(_COMPONENTS, "one path component of letters, digits, '.', '_' and '-'"),
+    _schema_match(_COMPONENTS),
+]
+Token = Annotated[SecretStr, Field(min_length=1)]
+Alignment = Annotated[
+    int | str,
+    BeforeValidator(_alignment),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", "none"]}, {"type": "integer", "minimum": 1}]}),
+]
+# Null until the section resolves them from its own keys; the types say what a reader finds then.
+FollowingInt = Annotated[PositiveInt, WrapValidator(_none_or)]
+FollowingRate = Annotated[NonNegativeFloat, WrapValidator(_none_or)]
+
+
+def _follows(description: str) -> Any:
+    return Field(default=None, description=description)
+
+
+# --- sections ---
+
+
+class RunConfig(Section):
+    """The run as a whole: name, seed, device, length and output folder."""
+
+    section_name: ClassVar[str] = "run"
+
+    name: Text = Field(default="speedtronic-run", description="Name of the run in logs and reports.")
+    seed: Seed = Field(default=1234, description="Seed of every random number of the run.")
+    device: Device = Field(
+        default="auto",
+        description="Where to train: auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:<index>, mps.",
+    )
+    max_steps: PositiveInt = Field(default=1000, description="Optimizer updates to reach.")
+    output_dir: PathText = Field(default="runs", description="Folder for what the run writes.")
+    log_every: PositiveInt | None = Field(
+        default=None, description="Optimizer updates between log lines; fills logging.every_steps."
+    )
+    on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
+        default="stop",
+        description="What a NaN or infinite loss or gradient does: stop the run, skip the update, ignore.",
+    )
+    init_from: PathText | None = Field(
+        default=None,
+        description="Weights to start from: a safetensors file, a checkpoint, a Hugging Face folder.",
+    )
+    deterministic: bool = Field(default=False, description="Use deterministic algorithms only, where there are any.")
+    threads: PositiveInt | None = Field(default=None, description="CPU threads; null leaves PyTorch's choice.")
+
+
+class ModelConfig(Section):
+    """The model and its sizes. A custom model reads the same keys, and `extra`."""
+
+    section_name: ClassVar[str] = "model"
+    following: ClassVar[tuple[str, ...]] = ("n_kv_head", "d_ff")
+
+    name: Text = Field(
+        default="reference_transformer",
+        description="Registered model: reference_transformer, gpt, or one of a plugin.",
+    )
+    vocab_size: PositiveInt = Field(default=512, description="Vocabulary V, in token ids.")
+    max_seq_len: PositiveInt = Field(default=128, description="Longest sequence T, in tokens.")
+    n_layer: PositiveInt = Field(default=4, description="Transformer blocks.")
+    n_head: PositiveInt = Field(default=8, description="Query heads; divides d_model.")
+    n_kv_head: FollowingInt = _follows("Key and value heads; divides n_head. Null: n_head.")
+    d_model: PositiveInt = Field(default=256, description="Model width D.")
+    d_ff: FollowingInt = _follows("Nominal feed-forward width; SwiGLU uses 2/3 of it. Null: 4 · d_model.")
+    dropout: Fraction = Field(default=0.0, description="Dropout probability.")
+    tie_weights: bool = Field(default=True, description="Share the input embedding with the output head.")
+    rope_base: PositiveFloat = Field(default=10000.0, description="Base of the rotary position frequencies.")
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass to save memory."
+    )
+    extra: PlainMapping = Field(default={}, description="Free keys, passed to the factory of a custom model.")
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        heads, kv_heads, width = (values.get(key) for key in ("n_head", "n_kv_head", "d_model"))
+        if heads and width and width % heads:
+            yield "d_model", f"{width} must be divisible by model.n_head, which is {heads}"
+        if heads and kv_heads and heads % kv_heads:
+            yield "n_kv_head", f"{kv_heads} must divide model.n_head, which is {heads}"
+
+    def resolve(self) -> None:
+        self.follow("n_kv_head", self.n_head)
+        self.follow("d_ff", 4 * self.d_model)
+
+
+class DataConfig(Section):
+    """Where the tokens come from, and how they become batches."""
+
+    section_name: ClassVar[str] = "data"
+    following: ClassVar[tuple[str, ...]] = ("vocab_size", "block_size", "seed")
+
+    text_path: PathText | None = Field(default=None, description="UTF-8 text file to train on.")
+    dataset: Factory | None = Field(
+        default=None,
+        description="Importable factory package.module:function; called with this section, returns a "
+        "Dataset, an IterableDataset, or a pair (training, validation).",
+    )
+    shards: PathText | None = Field(default=None, description="Folder written by `speedtronic data prepare`.")
+    synthetic: bool = Field(default=True, description="Random tokens where no other source is named.")
+    num_tokens: PositiveInt = Field(default=100_000, description="Synthetic tokens in an epoch.")
+    tokenizer: PathText = Field(
+        default="bytes",
+        description="bytes, chars (the characters of the text), or the path of a tokenizer file.",
+    )
+    vocab_size: PositiveInt | None = Field(default=None, description="Token ids in use. Null: model.vocab_size.")
+    block_size: PositiveInt | None = Field(
+        default=None, description="Tokens T in a training sequence. Null: model.max_seq_len."
+    )
+    micro_batch_size: PositiveInt = Field(default=1, description="Sequences in one forward pass.")
+    target_batch_size: PositiveInt = Field(
+        default=1, description="Sequences in one optimizer update; a multiple of micro_batch_size."
+    )
+    validation_fraction: Fraction = Field(
+        default=0.0, description="Share of the data, from its end, that is held out for evaluation."
+    )
+    num_workers: NonNegativeInt = Field(
+        default=0, description="Processes that read data; 0 reads in the training process."
+    )
+    prefetch_factor: PositiveInt | None = Field(
+        default=None, description="Batches that each worker reads ahead; null leaves PyTorch's choice."
+    )
+    pin_memory: bool | None = Field(default=None, description="Page-locked host memory. Null: on CUDA.")
+    shuffle: bool = Field(default=False, description="New order in each epoch, a function of (seed, epoch).")
+    drop_last: bool = Field(default=True, description="Drop a last batch that is not full.")
+    seed: Seed | None = Field(default=None, description="Seed of data and order. Null: run.seed.")
+    max_steps: PositiveInt | None = Field(
+        default=None,
+        description="Optimizer updates to reach; goes before run.max_steps and leaves the schedule alone.",
+    )
+    loss_normalization: Literal["micro_batch", "tokens"] = Field(
+        default="micro_batch",
+        description="Under accumulation: mean of the micro batches' means, or the sum over all valid "
+        "labels of the update divided by their number.",
+    )
+    labels: Literal["aligned", "unshifted"] = Field(
+        default="aligned",
+        description="aligned: label t is the token after input t. unshifted: labels equal the inputs and "
+        "are shifted for you.",
+    )
+    document_mask: bool = Field(default=False, description="Keep attention within a document.")
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        target, micro = values.get("target_batch_size"), values.get("micro_batch_size")
+        if target and micro and target % micro:
+            remedy = -(-target // micro) * micro
+            yield (
+                "target_batch_size",
+                f"{target} must be a multiple of data.micro_batch_size ({micro}), such as {remedy}",
+            )
+        sources = [key for key in ("text_path", "dataset", "shards") if values.get(key) is not None]
+        if len(sources) > 1:
+            yield sources[-1], f"name one source of data, not both data.{sources[0]} and data.{sources[-1]}"
+
+
+class OptimizerConfig(Section):
+    """The optimizer of the inner loop."""
+
+    section_name: ClassVar[str] = "optimizer"
+    following: ClassVar[tuple[str, ...]] = ("muon_lr",)
+
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="adamw for all parameters, or muon for hidden matrices and AdamW for the rest.",
+    )
+    lr: NonNegativeFloat = Field(default=3e-4, description="Peak learning rate.")
+    betas: Annotated[list[Fraction], BeforeValidator(_as_list), Field(min_length=2, max_length=2)] = Field(
+        default=[0.9, 0.95], description="AdamW's decay rates of the first and second moment."
+    )
+    eps: PositiveFloat = Field(default=1e-8, description="AdamW's term in the denominator.")
+    weight_decay: NonNegativeFloat = Field(default=0.1, description="Decoupled weight decay.")
+    decay_1d: bool = Field(default=False, description="Decay norms and biases too, not only matrices.")
+    fused: bool | None = Field(default=None, description="Fused AdamW kernel. Null: where the device has it.")
+    grad_clip: PositiveFloat | None = Field(
+        default=None, description="Largest global gradient norm; null does not clip."
+    )
+    cautious: bool = Field(
+        default=False, description="Keep only the entries of an update whose sign agrees with the gradient."
+    )
+    cautious_rescale: bool = Field(
+        default=False, description="Scale a cautious update up by the share of entries that were dropped."
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Decay per update of an exponential moving average of the weights; null keeps none.",
+    )
+    muon_plus: bool = Field(
+        default=False, description="Normalise rows, then columns, after orthogonalisation; needs muon."
+    )
+    muon_lr: FollowingRate = _follows("Peak learning rate of the matrices that Muon owns. Null: lr.")
+    muon_momentum: Fraction = Field(default=0.95, description="Muon's momentum.")
+    muon_ns_steps: PositiveInt = Field(default=5, description="Newton–Schulz iterations in a Muon step.")
+    muon_norm_eps: PositiveFloat = Field(default=1e-8, description="Smallest norm in muon_plus's normalisation.")
+    muon_scale: Literal["original", "match_rms_adamw"] = Field(
+        default="original",
+        description="Scale of Muon's update: sqrt(max(1, rows/columns)), or AdamW's typical RMS.",
+    )
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        if values.get("muon_plus") and values.get("name") == "adamw":
+            yield "muon_plus", "needs optimizer.name: muon, not adamw"
+
+    def resolve(self) -> None:
+        self.follow("muon_lr", self.lr)
+
+
+class SchedulerConfig(Section):
+    """The learning rate over the optimizer updates."""
+
+    section_name: ClassVar[str] = "scheduler"
+    following: ClassVar[tuple[str, ...]] = ("max_steps",)
+
+    name: Literal["cosine", "constant", "linear", "wsd"] = Field(
+        default="cosine", description="Curve after the warmup; wsd is warmup, stable, decay."
+    )
+    warmup_steps: NonNegativeInt = Field(default=100, description="Updates of linear warmup.")
+    max_steps: PositiveInt = Field(
+        default=1000, description="Update at which the curve ends. Follows run.max_steps unless given."
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="Learning rate at the end, as a share of the peak."
+    )
+    decay_steps: PositiveInt | None = Field(
+        default=None, description="Updates of the final decay of wsd; null leaves the schedule's own choice."
+    )
+
+
+class PrecisionConfig(Section):
+    """The arithmetic of forward and backward."""
+
+    section_name: ClassVar[str] = "precision"
+
+    mode: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
+        default="auto", description="auto: bf16 or fp16 on CUDA, as the device can; fp32 on CPU and MPS."
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        default=None, description="Autocast dtype under mode auto; null leaves it to the mode."
+    )
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        mode, dtype = values.get("mode"), values.get("dtype")
+        own = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(mode))
+        if own and dtype and dtype != own:
+            yield "dtype", f"{dtype} contradicts precision.mode: {mode}; leave one of the two out"
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written, and which are kept."""
+
+    section_name: ClassVar[str] = "checkpoint"
+
+    enabled: bool = Field(default=True, description="Write checkpoints.")
+    directory: PathText = Field(default="checkpoints", description="Folder, relative to run.output_dir.")
+    every_steps: PositiveInt = Field(default=500, description="Optimizer updates between checkpoints.")
+    every_minutes: PositiveFloat | None = Field(
+        default=None, description="Minutes between checkpoints, besides every_steps."
+    )
+    keep_last: PositiveInt | None = Field(default=3, description="Newest checkpoints to keep; null keeps all.")
+    keep_every: PositiveInt | None = Field(
+        default=None, description="Keep for good the checkpoints of steps that are a multiple of this."
+    )
+    keep_best: NonNegativeInt = Field(default=0, description="Checkpoints of lowest validation loss to keep besides.")
+    background: bool = Field(default=True, description="Write in the background, from a snapshot.")
+    resume: bool = Field(default=False, description="Continue from the newest sound checkpoint.")
+
+
+class LoggingConfig(Section):
+    """What is said, and where to."""
+
+    section_name: ClassVar[str] = "logging"
+    following: ClassVar[tuple[str, ...]] = ("every_steps",)
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="Least severity that is shown."
+    )
+    file: PathText | None = Field(default=None, description="Text file for the log lines.")
+    json_file: PathText | None = Field(default=None, description="JSON Lines file for the events.")
+    every_steps: PositiveInt = Field(
+        default=1,
+        description="Optimizer updates between log lines. Follows run.log_every, where set, unless given.",
+    )
+    progress: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Live progress line; auto shows it on a terminal."
+    )
+    trackers: TextList = Field(default=[], description="Experiment trackers to report to, by name.")
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out data while training."""
+
+    section_name: ClassVar[str] = "eval"
+
+    every_steps: PositiveInt | None = Field(
+        default=None, description="Optimizer updates between evaluations; null evaluates at the end only."
+    )
+    batches: PositiveInt | None = Field(default=None, description="Batches in an evaluation; null takes all.")
+    at_end: bool = Field(default=True, description="Evaluate after the last update.")
+    patience: PositiveInt | None = Field(
+        default=None,
+        description="Evaluations without improvement after which training stops; null never stops.",
+    )
+    min_delta: NonNegativeFloat = Field(
+        default=0.0, description="Smallest fall of the loss that counts as improvement."
+    )
+    samples: NonNegativeInt = Field(default=0, description="Texts to generate at each evaluation.")
+
+
+class ShapeValidationConfig(Section):
+    """Warnings at start about sizes that the hardware runs slowly."""
+
+    section_name: ClassVar[str] = "shape_validation"
+
+    enabled: bool = Field(default=True, description="Look at shapes before training.")
+    alignment: Alignment = Field(
+        default="auto",
+        description="Multiple to ask for: auto (8 for bf16 and fp16 on CUDA), none, or a whole number.",
+    )
+    check_batch: bool = Field(default=True, description="Look at the micro batch size.")
+    check_sequence: bool = Field(default=True, description="Look at the sequence length.")
+    check_model: bool = Field(default=True, description="Look at the model's widths.")
+    check_vocab: bool = Field(default=False, description="Look at the vocabulary size.")
+    warn_on_cpu: bool = Field(default=False, description="Warn on CPU and MPS too.")
+
+
+class DistributedConfig(Section):
+    """DumbDiLoCo: nodes that share nothing but a store train one model together."""
+
+    section_name: ClassVar[str] = "distributed"
+
+    enabled: bool = Field(default=False, description="Train together with other nodes.")
+    mode: Literal["dumb_diloco"] = Field(default="dumb_diloco", description="How the nodes train together.")
+    role: Literal["single", "master", "worker"] = Field(
+        default="single",
+        description="What this node does. An enabled single node with a repo_id becomes master.",
+    )
+    node_id: NodeId | None = Field(
+        default=None,
+        description="Name of this node: one path component. Null: made once and kept in state_dir.",
+    )
+    inner_steps: PositiveInt = Field(default=500, description="Optimizer updates between two uploads.")
+    poll_interval: PositiveFloat = Field(default=60.0, description="Seconds between looks at the store.")
+    outer_lr: PositiveFloat | None = Field(
+        default=None,
+        description="Learning rate of the outer step. Null: 1.0, or 0.7 where a round waits for all nodes.",
+    )
+    outer_momentum: Fraction | None = Field(
+        default=None,
+        description="Momentum of the outer step. Null: 0.5, or 0.9 where a round waits for all nodes.",
+    )
+    outer: Literal["nesterov", "sgd", "delayed_nesterov", "sparse_loco"] = Field(
+        default="nesterov", description="Optimizer of the outer step."
+    )
+    repo_id: Text | None = Field(
+        default=None,
+        description="The store: dir:///path, org/name, s3://bucket/prefix, …; needed when enabled.",
+    )
+    worker_repo_id: Text | None = Field(default=None, description="Store of this worker's own uploads. Null: repo_id.")
+    token: Annotated[Token | None, BeforeValidator(_not_redacted)] = Field(
+        default=None,
+        description="Access token of the store. Better in the environment. Never shown or saved.",
+    )
+    store_options: PlainMapping = Field(
+        default={}, description="Free keys, passed to the store: endpoint, profile, region, …"
+    )
+    state_dir: PathText = Field(default=".speedtronic/diloco", description="Folder for the spool and the ledger.")
+    retry_initial: PositiveFloat = Field(default=1.0, description="Seconds before the first retry.")
+    retry_max: PositiveFloat = Field(default=60.0, description="Longest pause between retries, in seconds.")
+    retry_attempts: PositiveInt = Field(default=6, description="Attempts at one request.")
+    reset_inner_optimizer: bool = Field(
+        default=False, description="Clear the inner optimizer's state after a synchronisation."
+    )
+    async_delta_upload: bool = Field(default=True, description="Upload in the background.")
+    delta_upload_shutdown_timeout: NonNegativeFloat = Field(
+        default=5.0, description="Seconds to wait for the last upload at the end."
+    )
+    async_global_poll: bool = Field(default=True, description="Look for new global weights in the background.")
+    expected_nodes: PositiveInt | None = Field(
+        default=None, description="Nodes that take part. Null: those seen in the last five rounds."
+    )
+    quorum: PositiveInt | None = Field(
+        default=None, description="Nodes whose deltas start a round. Null: half the expected nodes."
+    )
+    grace: NonNegativeFloat | None = Field(
+        default=None,
+        description="Seconds after which a round starts without quorum. Null: a round of the fastest node.",
+    )
+    max_staleness: NonNegativeFloat | None = Field(
+        default=None,
+        description="Age, in rounds, beyond which a delta is rejected; null rejects none for its age.",
+    )
+    keep_versions: PositiveInt = Field(default=8, description="Versions of the global weights to keep in the store.")
+    codec: Literal["fp32", "bf16", "int8", "int4", "int2", "topk"] = Field(
+        default="fp32", description="Encoding of the deltas."
+    )
+    trusted_nodes: TextList = Field(
+        default=[],
+        description="Public keys (Ed25519) of the nodes to accept deltas from; empty trusts every writer.",
+    )
+    robust: Literal["none", "clip", "trimmed_mean"] = Field(
+        default="none", description="Averaging that bounds what one hostile node can do."
+    )
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        if values.get("enabled") and values.get("repo_id", "wrong already") is None:
+            yield (
+                "repo_id",
+                "needed when distributed.enabled is true; name a store, such as dir:///path or org/name",
+            )
+        initial, longest = values.get("retry_initial"), values.get("retry_max")
+        if initial and longest and initial > longest:
+            yield (
+                "retry_max",
+                f"{longest} must not be less than distributed.retry_initial, which is {initial}",
+            )
+        quorum, nodes = values.get("quorum"), values.get("expected_nodes")
+        if quorum and nodes and quorum > nodes:
+            yield "quorum", f"{quorum} is more than distributed.expected_nodes, which is {nodes}"
+
+    def resolve(self) -> None:
+        if self.enabled and self.role == "single" and self.repo_id is not None:
+            self.__dict__["role"] = "master"
+
+
+class CompileOptions(Section):
+    """How `compile: true` compiles."""
+
+    section_name: ClassVar[str] = "compile_options"
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
+        default=None, description="Mode of torch.compile; null is PyTorch's default."
+    )
+    dynamic: bool | None = Field(default=None, description="Compile for changing shapes; null lets PyTorch find out.")
+    regional: bool = Field(default=False, description="Compile each block once instead of the whole model.")

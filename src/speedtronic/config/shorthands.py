@@ -1,0 +1,82 @@
+"""The short ways to write a configuration, written in full: `max_steps`, `hub:`, `optimizer: muon`, …"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from speedtronic.config.base import Section
+from speedtronic.config.problems import Path, Problem, in_words, unknown_key
+
+SECTION_NAMES = {"hub": "distributed", "diloco": "distributed"}
+HOMES = {
+    **dict.fromkeys(("name", "seed", "device", "max_steps", "output_dir", "log_every"), "run"),
+    **dict.fromkeys(("muon_plus", "cautious"), "optimizer"),
+}
+NAMED_BY_TEXT = {"optimizer": "name", "precision": "mode"}
+
+
+def full_path(path: Path) -> Path:
+    """`("max_steps",)` → `("run", "max_steps")`; `("hub", "token")` → `("distributed", "token")`."""
+    if not path:
+        return path
+    head = str(path[0])
+    if head in HOMES:
+        return (HOMES[head], *path)
+    return (SECTION_NAMES.get(head, head), *path[1:])
+
+
+def in_full(values: Mapping[Any, Any], sections: Mapping[str, type[Section]]) -> tuple[dict[str, Any], list[Problem]]:
+    """A configuration without shorthands, each section a dict, and what cannot be read so.
+
+    Args:
+        values: sections as mappings, as `Section`s or by name, values of the top level, and shorthands.
+        sections: the class of each section.
+    """
+    tree: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in values.items():
+        name = SECTION_NAMES.get(key, key)
+        if not isinstance(key, str):
+            problems.append(Problem((str(key),), "a key must be text"))
+        elif key in HOMES:
+            continue
+        elif name in tree:
+            problems.append(Problem((key,), f"{name} is given twice, under two names"))
+        elif name in sections:
+            tree[name] = _section(name, value, sections[name], problems)
+        else:
+            tree[name] = _switch(value, problems) if name == "compile" else value
+    for key in [key for key in values if key in HOMES]:
+        _move(key, values[key], tree.setdefault(HOMES[key], {}), problems)
+    return tree, problems
+
+
+def _section(name: str, value: object, kind: type[Section], problems: list[Problem]) -> dict[str, Any]:
+    if value is None:  # a heading under which every key is commented out
+        return {}
+    if isinstance(value, kind):
+        return value.given()
+    if isinstance(value, Mapping):
+        problems += [Problem((name, str(key)), "a key must be text") for key in value if not isinstance(key, str)]
+        return {key: item for key, item in value.items() if isinstance(key, str)}
+    if name in NAMED_BY_TEXT and isinstance(value, str):
+        return {NAMED_BY_TEXT[name]: value}
+    problems.append(Problem((name,), f"must be a mapping of keys, not {in_words(value)}"))
+    return {}
+
+
+def _switch(value: object, problems: list[Problem]) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    extra = [key for key in value if key != "enabled"]
+    problems += [unknown_key(("compile", str(key)), Section.known_keys) for key in extra]
+    if "enabled" not in value:
+        problems.append(Problem(("compile",), "must be true or false, or a mapping with enabled: true or false"))
+    return value.get("enabled", False)
+
+
+def _move(key: str, value: object, home: dict[str, Any], problems: list[Problem]) -> None:
+    if key in home and (home[key] != value or type(home[key]) is not type(value)):
+        problems.append(Problem((key,), f"contradicts {HOMES[key]}.{key}; give one of the two"))
+    home.setdefault(key, value)

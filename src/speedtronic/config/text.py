@@ -1,0 +1,161 @@
+"""YAML 1.2 and JSON text → plain values, and the place at which each key stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from speedtronic.config.problems import Path, Place, Problem
+from speedtronic.errors import ConfigError
+
+_TAG = "tag:yaml.org,2002:"
+_UNREAD = object()
+
+
+@dataclass
+class Parsed:
+    """Plain values, where they stand, and what is wrong with them although the syntax is right."""
+
+    data: Any = None
+    places: dict[Path, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse(text: str, source: str, *, at: Path = (), numbered: bool = True) -> Parsed:
+    """Read one document of YAML 1.2, of which JSON is a part. Nothing but plain values is ever constructed.
+
+    Args:
+        text: the document.
+        source: what to call it in an error; one that ends in `.json` must keep to JSON's own syntax.
+        at: the path at which the values stand in the configuration.
+        numbered: whether places have line numbers.
+
+    Raises:
+        ConfigError: the syntax is wrong; the message has `source`, the line and what was expected.
+    """
+    reader = _Reader(YAML(typ="safe", pure=True), source, numbered)
+    try:
+        return reader.read(_as_yaml(text, source), at)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        words = " ".join(part for part in (error.context, error.problem) if part)
+        place = reader.place(mark.line) if mark else Place(source)
+        raise ConfigError(f"{place}: the syntax is wrong: {words}") from None
+    except YAMLError as error:
+        raise ConfigError(f"{source}: the syntax is wrong: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply") from None
+
+
+def write_yaml(tree: dict[str, Any]) -> str:
+    """Plain values → YAML 1.2, keys in the order of the tree."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False  # before the representer is made, which takes it over
+    yaml.representer.sort_base_mapping_type_on_output = False
+    yaml.width = 4096
+    stream = StringIO()
+    yaml.dump(tree, stream)
+    return stream.getvalue()
+
+
+def _as_yaml(text: str, source: str) -> str:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        if source.endswith(".json") and text.strip():
+            raise ConfigError(f"{Place(source, error.lineno)}: the syntax is wrong: {error.msg}") from None
+        return text
+    # JSON may be indented with tabs, YAML may not. Inside a JSON string no tab can stand.
+    return text.replace("\t", " ")
+
+
+class _Reader:
+    """Walks the nodes of one document."""
+
+    def __init__(self, yaml: YAML, source: str, numbered: bool) -> None:
+        self._yaml = yaml
+        self._source = source
+        self._numbered = numbered
+        self._parsed = Parsed()
+        self._open: set[int] = set()
+
+    def read(self, text: str, at: Path) -> Parsed:
+        node = self._yaml.compose(text)
+        value = None if node is None else self._value(node, at)
+        self._parsed.data = None if value is _UNREAD else value
+        return self._parsed
+
+    def place(self, line: int) -> Place:
+        return Place(self._source, line + 1 if self._numbered else None)
+
+    def _value(self, node: Node, path: Path) -> Any:
+        if id(node) in self._open:
+            return self._problem(node, path, "an alias refers to what contains it")
+        self._open.add(id(node))
+        try:
+            if isinstance(node, MappingNode) and node.tag == f"{_TAG}map":
+                return dict(self._items(node, path))
+            if isinstance(node, SequenceNode) and node.tag == f"{_TAG}seq":
+                return list(self._elements(node, path))
+            if isinstance(node, ScalarNode):
+                return self._scalar(node, path)
+            return self._problem(node, path, f"the tag {node.tag} is not read; write a plain value")
+        finally:
+            self._open.discard(id(node))
+
+    def _elements(self, node: SequenceNode, path: Path) -> Iterator[Any]:
+        for index, item in enumerate(node.value):
+            here = (*path, index)
+            self._parsed.places[here] = self.place(item.start_mark.line)
+            value = self._value(item, here)
+            if value is not _UNREAD:
+                yield value
+
+    def _items(self, node: MappingNode, path: Path) -> Iterator[tuple[Any, Any]]:
+        given: set[Any] = set()
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, ScalarNode):
+                self._problem(key_node, path, "a key must be text")
+                continue
+            key = key_node.value if key_node.tag == f"{_TAG}merge" else self._scalar(key_node, path)
+            here = (*path, str(key))
+            if key in given:
+                self._problem(key_node, here, f"given twice; first at {self._parsed.places[here]}")
+                continue
+            given.add(key)
+            self._parsed.places[here] = self.place(key_node.start_mark.line)
+            value = self._value(value_node, here)
+            if value is not _UNREAD:
+                yield key, value
+
+    def _scalar(self, node: ScalarNode, path: Path) -> Any:
+        construct = self._yaml.constructor
+        kind = str(node.tag).removeprefix(_TAG)
+        try:
+            match kind:
+                case "null":
+                    return None
+                case "bool":
+                    return construct.construct_yaml_bool(node)
+                case "int":
+                    return construct.construct_yaml_int(node)
+                case "float":
+                    return construct.construct_yaml_float(node)
+                case "str" | "timestamp":  # the core schema of YAML 1.2 has no dates
+                    # JSON writes some characters as a pair of escapes, which YAML reads one by one.
+                    return node.value.encode("utf-16", "surrogatepass").decode("utf-16")
+        except (ValueError, KeyError, ConstructorError):
+            return self._problem(node, path, f"cannot be read as {kind}")
+        return self._problem(node, path, f"the tag {node.tag} is not read; write a plain value")
+
+    def _problem(self, node: Node, path: Path, message: str) -> object:
+        self._parsed.problems.append(Problem(path, message, self.place(node.start_mark.line)))
+        return _UNREAD

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from speedtronic.config import ConfigError, DistributedConfig, ModelConfig, SpeedtronicConfig, load_config
+from speedtronic.config.base import Section
+from speedtronic.config.secrets import is_secret, redacted, without_redacted
+
+SECRET = "hf_verysecret123"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "token",
+        "access_token",
+        "secret",
+        "aws_secret_access_key",
+        "clientSecret",
+        "password",
+        "db-password",
+        "passwords_secret_1",
+        "apiKey",
+        "api_key",
+        "APIKEY",
+        "key",
+        "credentials",
+        "credential_file",
+    ],
+)
+def test_a_key_that_names_a_secret_is_recognised(key: str) -> None:
+    assert is_secret(key)
+
+
+@pytest.mark.parametrize("key", ["num_tokens", "tokenizer", "key_dim", "token_dim", "endpoint", "keys_per_page", ""])
+def test_other_keys_are_not(key: str) -> None:
+    assert not is_secret(key)
+
+
+def test_among_the_known_keys_only_the_token_is_secret() -> None:
+    known = {key for keys in Section.known_keys.values() for key in keys}
+    assert {key for key in known if is_secret(key)} == {"token"}
+
+
+def test_redaction_reaches_into_lists_and_mappings_and_leaves_the_rest() -> None:
+    tree = {"a": [{"password": SECRET, "port": 5}], "token": None, "use_key": True, "key": 12345}
+    assert redacted(tree) == {
+        "a": [{"password": "<redacted>", "port": 5}],
+        "token": None,
+        "use_key": True,
+        "key": "<redacted>",
+    }
+    assert without_redacted(redacted(tree))["a"] == [{"password": None, "port": 5}]
+
+
+def _secretive() -> SpeedtronicConfig:
+    return SpeedtronicConfig(
+        model={"extra": {"api_key": SECRET}},
+        distributed={"token": SECRET, "store_options": {"client": {"secret": SECRET}, "region": "eu"}},
+    )
+
+
+def test_secrets_are_absent_from_repr_str_and_redacted_output() -> None:
+    config = _secretive()
+    shown = [repr(config), str(config), repr(config.distributed), f"{config.model}"]
+    shown += [config.to_yaml(redact_secrets=True), config.to_json(True), str(config.to_dict(True))]
+    for text in shown:
+        assert SECRET not in text
+    assert "eu" in config.to_yaml(redact_secrets=True)
+
+
+def test_secrets_are_there_for_who_asks() -> None:
+    config = _secretive()
+    assert config.distributed.token is not None
+    assert config.distributed.token.get_secret_value() == SECRET
+    assert config.to_dict()["distributed"]["token"] == SECRET
+    assert SpeedtronicConfig.from_dict(config.to_dict()) == config
+
+
+def test_a_redacted_secret_loads_as_null() -> None:
+    loaded = load_config(_secretive().to_yaml(redact_secrets=True))
+    assert loaded.distributed.token is None
+    assert loaded.distributed.store_options == {"client": {"secret": None}, "region": "eu"}
+    assert loaded.model.extra == {"api_key": None}
+    loaded.distributed.token = "<redacted>"  # type: ignore[assignment]
+    assert loaded.distributed.token is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"token": [SECRET]},
+        {"token": {"value": SECRET}},
+        {"token": SECRET.encode()},
+        {"token": SECRET, "nodeid": "x"},
+        {"store_options": {"secret": {SECRET.encode(): 1}}},
+        {"store_options": {"secret": SECRET.encode()}},
+    ],
+)
+def test_errors_and_their_tracebacks_do_not_show_secrets(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DistributedConfig(**values)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_wrong_text_under_a_secret_key_is_not_echoed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, [f"distributed.token=[{SECRET}]"])
+    assert SECRET not in str(caught.value)
+
+
+def test_model_extra_is_whole_for_the_factory() -> None:
+    assert ModelConfig(extra={"special_token": "<eos>"}).extra == {"special_token": "<eos>"}
