@@ -1,0 +1,62 @@
+"""A file that only grows, by whole lines, each on its way to the disk before the next one starts."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+
+
+class AppendFile:
+    """Appends lines, one unbuffered write each, so that a killed process loses at most the line it was
+    writing.
+
+    The file and its folders are made at once. After `close`, or after a failure, the next line opens it
+    again.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file: io.FileIO | None = None
+        self._mid_line = False
+        self.path = Path(path).absolute()
+        self._open()
+
+    def write_line(self, line: bytes) -> None:
+        """Append `line` (without newline).
+
+        Raises:
+            OSError: it could not be written whole; what was written is closed off by the next line's start.
+        """
+        file = self._file or self._open()
+        data = b"\n" + line + b"\n" if self._mid_line else line + b"\n"
+        written = file.write(data)
+        self._mid_line = written < len(data) if written else self._mid_line
+        if written < len(data):
+            raise OSError(errno.ENOSPC, "only a part of the line could be written", str(self.path))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __del__(self) -> None:
+        # A logger that is simply dropped has nothing left to write: lines are not buffered.
+        self.close()
+
+    def _open(self) -> io.FileIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file = io.FileIO(self.path, "a+")
+        self._mid_line = _ends_mid_line(file)
+        return file
+
+
+def _ends_mid_line(file: io.FileIO) -> bool:
+    """Whether a former writer was killed within a line."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"

@@ -1,0 +1,202 @@
+"""`MetricLogger`: what every event of a run passes through, on its way to the sinks and the hooks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from speedtronic.errors import ConfigError
+from speedtronic.metrics.console import ConsoleSink
+from speedtronic.metrics.jsonl import JsonlSink
+from speedtronic.metrics.progress import PROGRESS_MODES, ProgressMode, ProgressSink
+from speedtronic.metrics.records import (
+    ERROR,
+    INFO,
+    LEVELS,
+    LOG,
+    TRAIN_STEP,
+    WARNING,
+    Hook,
+    Record,
+    Sink,
+    TrainingHook,
+    event_level,
+    plain_payload,
+)
+from speedtronic.metrics.textfile import TextFileSink
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class MetricLogger:
+    """Sends events to the console, a text file, a JSON-lines file, a progress line and hooks; never ends a
+    run.
+
+    `train_step` events reach the sinks only when their `step` is a multiple of `every_steps`; all other
+    events always do. Hooks hear every event. A file that cannot be written (a full disk) is reported once
+    on the console and tried again with each record; a closed pipe silences the console. Safe to use from
+    several threads.
+
+    Args:
+        level: what console and text file show from: DEBUG, INFO, WARNING, ERROR or CRITICAL. The JSON lines
+            and the hooks are not filtered.
+        file: a text file to append the console's lines to, with time and level.
+        json_file: a file to append one strict JSON object per event to.
+        every_steps: cadence of `train_step` on the sinks, at least 1.
+        stream: where console lines go; None means `sys.stdout` as it is at that moment.
+        hooks: callables `(event, payload)` or objects with `on_event(event, payload)`.
+        progress: a live line on a terminal: `off`, `auto` (unless `level` hides ordinary lines) or `on`.
+        clock: monotonic seconds, for `elapsed_s`.
+        now: the time in UTC.
+
+    Raises:
+        ConfigError: an unknown level or progress mode, a cadence below 1, or a file that cannot be opened.
+        TypeError: a hook that is neither callable nor has `on_event`.
+    """
+
+    def __init__(
+        self,
+        level: str = "INFO",
+        file: str | os.PathLike[str] | None = None,
+        json_file: str | os.PathLike[str] | None = None,
+        every_steps: int = 1,
+        stream: TextIO | None = None,
+        hooks: Iterable[Hook] = (),
+        *,
+        progress: ProgressMode = "off",
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = _utc_now,
+    ) -> None:
+        threshold = _threshold(level)
+        if every_steps < 1:
+            raise ConfigError(f"logging.every_steps: must be at least 1, got {every_steps}")
+        if progress not in PROGRESS_MODES:
+            raise ConfigError(f"logging.progress: must be one of {', '.join(PROGRESS_MODES)}, got {progress!r}")
+        self.every_steps = every_steps
+        self._clock = clock
+        self._now = now
+        self._started = clock()
+        # Re-entrant: a signal handler, or a warning raised while a record is written, may log on the same
+        # thread.
+        self._lock = threading.RLock()
+        console = ConsoleSink(stream, threshold)
+        self._console: Sink = console if progress == "off" else ProgressSink(console, progress, clock)
+        self._sinks: list[Sink] = [self._console]
+        if file is not None:
+            self._sinks.append(_opened("file", lambda: TextFileSink(file, threshold)))
+        if json_file is not None:
+            self._sinks.append(_opened("json_file", lambda: JsonlSink(json_file)))
+        self._failing: set[str] = set()
+        self._hooks: list[Hook] = []
+        self._hooks_explained: set[int] = set()
+        for hook in hooks:
+            self.add_hook(hook)
+
+    def add_hook(self, hook: Hook) -> None:
+        """Let `hook` hear every event from now on.
+
+        Raises:
+            TypeError: it is neither callable nor has `on_event`.
+        """
+        if not isinstance(hook, TrainingHook) and not callable(hook):
+            raise TypeError(f"a hook is a callable or has on_event(event, payload); got {type(hook).__name__}")
+        self._hooks.append(hook)
+
+    def emit(self, event: str, payload: Mapping[str, Any]) -> None:
+        """Write one event to the sinks, then tell the hooks. Scalars of tensors and arrays are read here."""
+        if event != TRAIN_STEP or payload.get("step", 0) % self.every_steps == 0:
+            self._write(event, event_level(event), payload)
+        for hook in self._hooks:
+            self._tell(hook, event, dict(payload))
+
+    def info(self, message: str) -> None:
+        self._log(INFO, message)
+
+    def warning(self, message: str) -> None:
+        self._log(WARNING, message)
+
+    def error(self, message: str) -> None:
+        self._log(ERROR, message)
+
+    def close(self) -> None:
+        """End the progress line, close the files. Harmless when repeated; a later event opens them again."""
+        with self._lock:
+            for sink in self._sinks:
+                sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _log(self, level: int, message: str) -> None:
+        name = next(name for name, number in LEVELS.items() if number == level)
+        self._write(LOG, level, {"level": name, "message": message})
+
+    def _write(self, event: str, level: int, payload: Mapping[str, Any]) -> None:
+        record = self._record(event, level, payload)
+        with self._lock:
+            for sink in self._sinks:
+                self._write_to(sink, record)
+
+    def _record(self, event: str, level: int, payload: Mapping[str, Any]) -> Record:
+        return Record(event, level, plain_payload(payload), self._clock() - self._started, self._now())
+
+    def _write_to(self, sink: Sink, record: Record) -> None:
+        try:
+            sink.write(record)
+        except OSError as error:
+            self._report(sink, error)
+        else:
+            self._failing.discard(sink.name)
+
+    def _report(self, sink: Sink, error: OSError) -> None:
+        """Say once on the console that a file misses lines, until it works again."""
+        if sink.name in self._failing or sink is self._console:
+            return
+        self._failing.add(sink.name)
+        reason = error.strerror or str(error)
+        message = f"cannot write to {sink.name}: {reason}; training goes on, the file misses lines meanwhile"
+        self._write_to(self._console, self._record(LOG, WARNING, {"level": "WARNING", "message": message}))
+
+    def _tell(self, hook: Hook, event: str, payload: dict[str, Any]) -> None:
+        try:
+            if isinstance(hook, TrainingHook):
+                hook.on_event(event, payload)
+            else:
+                hook(event, payload)
+        except Exception as error:  # noqa: BLE001 - foreign code: whatever a hook raises must not end the run
+            self.warning(self._hook_failure(hook, event, error))
+
+    def _hook_failure(self, hook: Hook, event: str, error: Exception) -> str:
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        message = f"hook {name} failed on {event}: {type(error).__name__}: {error}"
+        if id(hook) in self._hooks_explained:
+            return message
+        self._hooks_explained.add(id(hook))
+        return message + "\n" + "".join(traceback.format_exception(error)).rstrip()
+
+
+def _threshold(level: str) -> int:
+    try:
+        return LEVELS[level.upper()]
+    except KeyError:
+        raise ConfigError(f"logging.level: must be one of {', '.join(LEVELS)}, got {level!r}") from None
+
+
+def _opened(key: str, open_sink: Callable[[], Sink]) -> Sink:
+    try:
+        return open_sink()
+    except OSError as error:
+        raise ConfigError(f"logging.{key}: cannot write to {error.filename}: {error.strerror}") from error

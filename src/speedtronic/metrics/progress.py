@@ -1,0 +1,113 @@
+"""One live line on a terminal: step, bar, loss, tokens per second, time left, memory."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from speedtronic.metrics.console import ConsoleSink
+from speedtronic.metrics.lines import format_line, short_bytes, short_number
+from speedtronic.metrics.records import TRAIN_STEP, Record
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+ProgressMode: TypeAlias = Literal["off", "auto", "on"]
+PROGRESS_MODES: tuple[ProgressMode, ...] = ("off", "auto", "on")
+
+_ENDS = frozenset({"train_end", "interrupted"})
+_SECONDS_BETWEEN_FRAMES = 0.1
+
+
+class ProgressSink:
+    """Stands in front of the console: while a run trains, steps move the live line and other lines appear
+    above it.
+
+    It shows only on a terminal that can move its cursor; elsewhere all records go to the console. `auto`
+    keeps it away when the console's level hides ordinary lines too; `on` shows it then as well. Frames are
+    drawn by the thread that writes, at most ten a second: a drawing thread could hold a lock while data
+    workers are forked.
+
+    Args:
+        console: the sink for everything that is not a live step.
+        mode: `auto` or `on`.
+        clock: seconds, monotonic.
+    """
+
+    name = "console"
+
+    def __init__(self, console: ConsoleSink, mode: ProgressMode, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._mode = mode
+        self._clock = clock
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._target = 0
+        self._drawn_at = -math.inf
+
+    def write(self, record: Record) -> None:
+        if record.event in _ENDS:
+            self.close()
+        if self._live is None:
+            self._console.write(record)
+        elif record.event == TRAIN_STEP:
+            self._move(record.payload)
+        elif self._console.shows(record):
+            self._live.console.print(format_line(record), markup=False, highlight=False, soft_wrap=True)
+        if record.event == "train_start" and self._live is None and self._wanted(record):
+            self._start(record.payload)
+
+    def close(self) -> None:
+        """End the live line and give the terminal its cursor back."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+    def _wanted(self, record: Record) -> bool:
+        visible = self._console.is_terminal() and (self._mode == "on" or self._console.shows(record))
+        return visible and record.payload.keys() >= {"step", "target_steps"}
+
+    def _start(self, payload: Mapping[str, Any]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        stream = self._console.stream
+        self._live = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            console=Console(file=stream),
+            auto_refresh=False,
+            redirect_stdout=stream is sys.stdout,
+            redirect_stderr=stream is sys.stdout and sys.stderr.isatty(),
+        )
+        self._target = payload["target_steps"]
+        self._task = self._live.add_task("", total=self._target, completed=payload["step"], numbers="")
+        self._live.start()
+
+    def _move(self, payload: Mapping[str, Any]) -> None:
+        assert self._live is not None
+        assert self._task is not None
+        steps_left = self._target - payload["step"]
+        self._live.update(self._task, completed=payload["step"], numbers=_numbers(payload, steps_left))
+        now = self._clock()
+        if now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or steps_left <= 0:
+            self._drawn_at = now
+            self._live.refresh()
+
+
+def _numbers(payload: Mapping[str, Any], steps_left: int) -> str:
+    """What stands behind the bar, of the numbers that the step has."""
+    words = []
+    if (loss := payload.get("loss")) is not None:
+        words.append(f"loss {loss:.4f}")
+    if tokens_per_sec := payload.get("tokens_per_sec"):
+        words.append(f"{short_number(tokens_per_sec)} tok/s")
+    if steps_per_sec := payload.get("steps_per_sec"):
+        words.append(f"eta {timedelta(seconds=round(steps_left / steps_per_sec))}")
+    if peak_memory := payload.get("peak_memory_bytes"):
+        words.append(short_bytes(peak_memory))
+    return "  ".join(words)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from speedtronic.metrics.appendfile import AppendFile
+
+
+class Short(io.FileIO):
+    """Takes a few bytes of each write, as a disk does that runs full."""
+
+    def write(self, data: object) -> int:  # type: ignore[override]
+        assert isinstance(data, bytes)
+        return super().write(data[:3])
+
+
+def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    AppendFile(path).write_line(b"one")
+    AppendFile(path).write_line(b"two")
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_a_line_that_was_cut_short_is_an_error_and_is_closed_off(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    file = AppendFile(path)
+    whole = file._file
+    file._file = Short(path, "a+")
+    with pytest.raises(OSError, match="part of the line"):
+        file.write_line(b"abcdef")
+    file._file.close()
+    file._file = whole
+    file.write_line(b"next")
+    assert path.read_bytes() == b"abc\nnext\n"
+    file.close()
+
+
+def test_a_file_that_is_dropped_is_closed(tmp_path: Path) -> None:
+    file = AppendFile(tmp_path / "file")
+    opened = file._file
+    assert opened is not None
+    del file
+    assert opened.closed
+
+
+def test_after_close_the_next_line_opens_the_file_again(tmp_path: Path) -> None:
+    file = AppendFile(tmp_path / "file")
+    file.write_line(b"one")
+    file.close()
+    file.close()
+    file.write_line(b"two")
+    file.close()
+    assert (tmp_path / "file").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_later_change_of_folder_does_not_move_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = AppendFile("file")
+    file.close()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.write_line(b"one")
+    file.close()
+    assert (tmp_path / "file").read_bytes() == b"one\n"

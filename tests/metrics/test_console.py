@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+
+import pytest
+
+from speedtronic.metrics.console import ConsoleSink
+from speedtronic.metrics.records import INFO, LOG, WARNING, Record
+
+
+def message(text: str, level: int = INFO) -> Record:
+    return Record(LOG, level, {"message": text}, 0.0, datetime.now(UTC))
+
+
+def test_without_a_stream_it_writes_to_what_stdout_is_at_that_moment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ConsoleSink(None, INFO).write(message("hello"))
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_records_below_the_level_are_not_shown() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, WARNING)
+    sink.write(message("a", INFO))
+    sink.write(message("b", WARNING))
+    assert stream.getvalue() == "warning: b\n"
+
+
+class Counting(io.StringIO):
+    """A stream whose every write fails."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+        self.writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O operation on closed file")])
+def test_a_stream_that_has_gone_is_left_alone(error: Exception) -> None:
+    stream = Counting(error)
+    sink = ConsoleSink(stream, INFO)
+    sink.write(message("a"))
+    sink.write(message("b"))
+    assert stream.writes == 1
+
+
+def test_a_full_disk_behind_a_redirection_is_tried_again() -> None:
+    stream = Counting(OSError(28, "No space left on device"))
+    sink = ConsoleSink(stream, INFO)
+    sink.write(message("a"))
+    sink.write(message("b"))
+    assert stream.writes == 2
+
+
+def test_what_the_streams_encoding_lacks_is_escaped() -> None:
+    raw = io.BytesIO()
+    sink = ConsoleSink(io.TextIOWrapper(raw, encoding="ascii"), INFO)
+    sink.write(message("schön"))
+    assert raw.getvalue() == b"sch\\xf6n\n"
+
+
+def test_a_closed_pipe_neither_ends_the_process_nor_complains_at_its_exit() -> None:
+    program = (
+        "from speedtronic.metrics import MetricLogger\n"
+        "logger = MetricLogger()\n"
+        "for step in range(1000): logger.emit('train_step', {'step': step})\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_importing_the_logger_loads_neither_torch_nor_rich() -> None:
+    program = "import sys, speedtronic.metrics; print({'torch', 'numpy', 'rich'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from speedtronic.metrics.lines import format_line, short_bytes, short_number
+from speedtronic.metrics.records import Record, event_level
+
+
+def line(event: str, payload: dict[str, Any]) -> str:
+    return format_line(Record(event, event_level(event), payload, 0.0, datetime.now(UTC)))
+
+
+def test_a_step_carries_all_its_values_readably() -> None:
+    payload = {
+        "step": 120, "loss": 2.31451, "lr": 3e-4, "steps_per_sec": 24.123, "samples_per_sec": 193.0,
+        "tokens_per_sec": 12345.6, "samples": 960, "tokens": 122880, "micro_batches": 2, "grad_norm": 0.52345,
+        "lr_applied": 2.9e-4, "peak_memory_bytes": 1_234_000_000,
+    }  # fmt: skip
+    assert line("train_step", payload) == (
+        "step 120  loss 2.3145  lr 3.00e-04  24.1 steps/s  193 samples/s  12.3k tok/s  samples 960  "
+        "tokens 122880  micro_batches 2  grad_norm 0.5234  lr_applied 2.90e-04  peak_memory_bytes 1.2 GB"
+    )
+
+
+def test_other_events_start_with_their_name() -> None:
+    assert line("checkpoint", {"step": 5, "path": "runs/x", "save_s": 0.123}) == (
+        "checkpoint  step 5  path runs/x  save_s 0.1"
+    )
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert line("train_step", {"step": 1, "grad_norm": None, "lr": 0.5}) == "step 1  lr 5.00e-01"
+
+
+def test_events_that_should_not_be_missed_are_warnings() -> None:
+    for event in ("nonfinite", "optimizer_step_skipped", "interrupted", "shape_warning"):
+        assert line(event, {"step": 1}) == f"warning: {event}  step 1"
+
+
+def test_a_tiny_or_nonfinite_loss_is_not_shown_as_zero() -> None:
+    assert line("train_step", {"loss": 1.5e-7}) == "loss 1.5e-07"
+    assert line("train_step", {"loss": float("nan")}) == "loss nan"
+    assert line("train_step", {"loss": float("inf")}) == "loss inf"
+
+
+def test_control_characters_are_shown_not_obeyed() -> None:
+    assert line("eval", {"sample": "a\x1b[2Jb\nc\r"}) == "eval  sample a\\x1b[2Jb\\nc\\x0d"
+    assert line("log", {"message": "one\ntwo\x1b"}) == "one\ntwo\\x1b"
+
+
+def test_long_text_is_cut() -> None:
+    assert len(line("eval", {"sample": "x" * 5000})) < 250
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (7, "7"), (950.4, "950"), (12345.6, "12.3k"), (4.56e6, "4.56M"), (2e9, "2G")],
+)
+def test_short_number(value: float, text: str) -> None:
+    assert short_number(value) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (950, "950 B"), (1500, "1.5 kB"), (3.2e12, "3.2 TB")])
+def test_short_bytes(count: float, text: str) -> None:
+    assert short_bytes(count) == text

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from speedtronic.metrics import MetricLogger
+from speedtronic.metrics.progress import ProgressMode
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def step(number: int) -> dict[str, Any]:
+    return {
+        "step": number,
+        "loss": 2.5,
+        "tokens_per_sec": 12345.0,
+        "steps_per_sec": 2.0,
+        "peak_memory_bytes": 1.2e9,
+    }
+
+
+def run(stream: io.StringIO, progress: ProgressMode, level: str = "INFO") -> str:
+    logger = MetricLogger(level, stream=stream, progress=progress, clock=Clock())
+    logger.emit("train_start", {"step": 0, "target_steps": 4})
+    logger.emit("train_step", step(1))
+    logger.emit("checkpoint", {"step": 1, "path": "[bold]x"})
+    logger.emit("train_step", step(4))
+    logger.emit("train_end", {"steps": 4})
+    logger.close()
+    return stream.getvalue()
+
+
+def without_escapes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_on_a_terminal_one_line_shows_step_loss_speed_time_left_and_memory() -> None:
+    text = without_escapes(run(Terminal(), "auto"))
+    assert re.search(r"step 1/4 .*loss 2.5000  12.3k tok/s  eta 0:00:02  1.2 GB", text)
+    assert "step 4/4" in text
+
+
+def test_while_it_lives_steps_are_not_lines_and_other_lines_appear_above_it() -> None:
+    text = without_escapes(run(Terminal(), "auto"))
+    assert "step 1  loss" not in text
+    assert "checkpoint  step 1  path [bold]x\n" in text
+    assert text.rstrip().endswith("train_end  steps 4")
+
+
+def test_the_cursor_comes_back() -> None:
+    text = run(Terminal(), "auto")
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
+
+
+def test_close_alone_ends_it_too() -> None:
+    stream = Terminal()
+    logger = MetricLogger(stream=stream, progress="auto")
+    logger.emit("train_start", {"step": 0, "target_steps": 4})
+    logger.close()
+    logger.close()
+    assert stream.getvalue().count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("progress", ["auto", "on"])
+def test_elsewhere_lines_are_plain(progress: ProgressMode) -> None:
+    text = run(io.StringIO(), progress)
+    assert text.splitlines()[1].startswith("step 1  loss 2.5000")
+    assert all(character.isprintable() or character == "\n" for character in text)
+
+
+def test_off_means_plain_lines_on_a_terminal_too() -> None:
+    assert "\x1b" not in run(Terminal(), "off")
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in run(Terminal(), "on")
+
+
+def test_auto_stays_away_when_ordinary_lines_are_hidden_and_on_does_not() -> None:
+    assert run(Terminal(), "auto", "WARNING") == ""
+    assert "step 4/4" in without_escapes(run(Terminal(), "on", "WARNING"))
+
+
+def test_a_train_start_without_a_target_leaves_the_console_as_it_is() -> None:
+    stream = Terminal()
+    MetricLogger(stream=stream, progress="auto").emit("train_start", {})
+    assert stream.getvalue() == "train_start\n"
+
+
+def test_prints_of_the_training_code_appear_above_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    logger = MetricLogger(progress="auto")
+    logger.emit("train_start", {"step": 0, "target_steps": 4})
+    print("a print of the model")
+    logger.close()
+    assert sys.stdout is stream
+    assert "a print of the model\n" in without_escapes(stream.getvalue())
