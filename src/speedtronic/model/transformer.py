@@ -1,0 +1,488 @@
+"""The reference model: a decoder-only transformer that knows nothing of trainers.
+
+Pre-norm RMSNorm (Zhang & Sennrich 2019), rotary position embedding (RoPE, Su et al. 2021, in the rotate-half
+layout of Llama), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020), no biases.
+
+Legend: `B` batch, `T` sequence, `D` model width, `H` query heads, `K` key/value heads, `E` = D / H head
+width, `F` feed-forward width, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from speedtronic.errors import ConfigError
+from speedtronic.model.loss import causal_cross_entropy
+
+if TYPE_CHECKING:
+    from speedtronic.config import ModelConfig
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+NORM_EPS = 1e-5
+INIT_STD = 0.02
+
+
+class ModelOutput(TypedDict):
+    """What `ReferenceTransformer.forward` returns: a plain dict."""
+
+    logits: Tensor
+    """`(B, T, V)`, in the compute dtype."""
+    loss: Tensor | None
+    """Scalar mean cross-entropy in nats per token; `None` when no labels were given."""
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a `ReferenceTransformer`. Whatever is `None` is resolved on construction.
+
+    Attributes:
+        vocab_size: number of token ids, V.
+        block_size: longest sequence that the model takes, in tokens.
+        n_layer: number of blocks.
+        n_head: number of query heads, H.
+        n_kv_head: number of key/value heads, K, a divisor of `n_head`; `None` is `n_head`.
+        d_model: model width, D, a multiple of `n_head` with an even head width.
+        d_ff: nominal feed-forward width; `None` is `4 * d_model`. SwiGLU has three matrices where a plain
+            feed-forward has two, so its real width is 2/3 of this (see `hidden_size`).
+        dropout: probability in [0, 1), of embeddings, attention weights and residual branches.
+        tie_weights: whether the output head is the token embedding.
+        rope_base: base of the rotary wavelengths.
+
+    Raises:
+        ConfigError: a value is out of range, or two do not fit each other.
+    """
+
+    vocab_size: int = 512
+    block_size: int = 128
+    n_layer: int = 4
+    n_head: int = 8
+    n_kv_head: int | None = None
+    d_model: int = 256
+    d_ff: int | None = None
+    dropout: float = 0.0
+    tie_weights: bool = True
+    rope_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
+        object.__setattr__(self, "d_ff", 4 * self.d_model if self.d_ff is None else self.d_ff)
+        self._check_sizes()
+        self._check_heads()
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"dropout must be in [0, 1), not {self.dropout!r}")
+        if not self.rope_base > 0.0:
+            raise ConfigError(f"rope_base must be greater than 0, not {self.rope_base!r}")
+
+    @property
+    def max_seq_len(self) -> int:
+        """Another name for `block_size`."""
+        return self.block_size
+
+    @property
+    def kv_heads(self) -> int:
+        """K, resolved."""
+        return cast(int, self.n_kv_head)
+
+    @property
+    def head_size(self) -> int:
+        """E, the width of one head."""
+        return self.d_model // self.n_head
+
+    @property
+    def hidden_size(self) -> int:
+        """F, the width of SwiGLU: 2/3 of `d_ff`, rounded up to a multiple of `n_head`."""
+        per_head = -(-2 * cast(int, self.d_ff) // (3 * self.n_head))
+        return per_head * self.n_head
+
+    def _check_sizes(self) -> None:
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+    def _check_heads(self) -> None:
+        if self.n_head % self.kv_heads:
+            raise ConfigError(f"n_head {self.n_head} must be divisible by n_kv_head {self.n_kv_head}")
+        if self.d_model % self.n_head:
+            raise ConfigError(f"d_model {self.d_model} must be divisible by n_head {self.n_head}")
+        if self.head_size % 2:
+            raise ConfigError(
+                f"d_model {self.d_model} / n_head {self.n_head} is an odd head width, {self.head_size}; "
+                "rotary embedding turns pairs, so it must be even"
+            )
+
+
+class GPTOptions(TypedDict, total=False):
+    """Arguments of `ReferenceTransformer`: those of `GPTConfig`, and `max_seq_len` for `block_size`."""
+
+    vocab_size: int
+    block_size: int
+    max_seq_len: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int | None
+    d_model: int
+    d_ff: int | None
+    dropout: float
+    tie_weights: bool
+    rope_base: float
+
+
+class RMSNorm(nn.Module):
+    """Scale by the root mean square of the last dimension: `x / sqrt(mean(x²) + eps) * weight`.
+
+    Input and output `(..., D)` in the same dtype; the arithmetic is never below float32.
+    """
+
+    def __init__(self, width: int, eps: float = NORM_EPS) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # torch's kernel wants equal dtypes, and warns about a half-precision input with float32 weights.
+        wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines that turn each pair `(x[i], x[i + E/2])` by the angle `position / base^(2i / E)`.
+
+    The tables are computed in float64, held in float32 and never saved: whatever dtype or device the module
+    moves to, they are made again there, because an angle of a few thousand does not survive bfloat16.
+    """
+
+    def __init__(self, head_size: int, max_seq_len: int, base: float = 10000.0) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.max_seq_len = max_seq_len
+        self.base = base
+        self.cos: Tensor
+        self.sin: Tensor
+        cos, sin = self._tables(torch.get_default_device())
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        """Tables of the positions `0 … length - 1` for `apply_rotary`: two float32 `(T, 1, E)`."""
+        return self.cos[:length], self.sin[:length]
+
+    def extra_repr(self) -> str:
+        return f"{self.head_size}, max_seq_len={self.max_seq_len}, base={self.base}"
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        # float64 does not exist on every device, so the tables always start on the CPU.
+        exponents = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu") / self.head_size
+        positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, self.base**-exponents)
+        cos, sin = angles.cos(), angles.sin()
+        # The sign of the rotated half lies in the table, which saves a negation at every use.
+        tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        first, second = (table.unsqueeze(1).to(device, torch.float32) for table in tables)
+        return first, second
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        before = self.cos
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.cos is not before:
+            self.cos, self.sin = self._tables(self.cos.device)
+        return self
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys `(B, T, H, E)` by `RotaryEmbedding`'s tables, in float32; keeps their dtype."""
+    half = x.size(-1) // 2
+    return torch.addcmul(x * cos, x.roll(half, -1), sin).to(x.dtype)
+
+
+class CausalSelfAttention(nn.Module):
+    """Grouped-query attention: H query heads share K key/value heads; a position sees itself and the past."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_size = config.n_head, config.kv_heads, config.head_size
+        kv_width = self.n_kv_head * self.head_size
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.k_proj = nn.Linear(config.d_model, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.d_model, kv_width, bias=False)
+        self.out_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], allowed: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: `(B, T, D)`.
+            rotary: cosine and sine tables for T positions, from `RotaryEmbedding`.
+            allowed: bool, broadcastable to `(B, H, T, T)`: which key (last) each query may see, causality
+                included. `None` is plain causal attention, on the fast path.
+
+        Returns:
+            `(B, T, D)`.
+        """
+        batch, length, width = x.shape
+        query = apply_rotary(self.q_proj(x).view(batch, length, self.n_head, self.head_size), *rotary)
+        key = apply_rotary(self.k_proj(x).view(batch, length, self.n_kv_head, self.head_size), *rotary)
+        value = self.v_proj(x).view(batch, length, self.n_kv_head, self.head_size)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=allowed,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=allowed is None,
+            enable_gqa=self.n_kv_head != self.n_head,
+        )
+        out: Tensor = self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward: `down(silu(gate(x)) * up(x))`, `(..., D)` to `(..., D)` through width F."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.d_model, config.hidden_size, bias=False)
+        self.up_proj = nn.Linear(config.d_model, config.hidden_size, bias=False)
+        self.down_proj = nn.Linear(config.hidden_size, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """One pre-norm layer: attention, then SwiGLU, each added to the residual stream.
+
+    Attributes:
+        gradient_checkpointing: whether training forgets the activations inside the block and computes them
+            again in the backward pass, with the same random numbers (Chen et al. 2016).
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attn_norm = RMSNorm(config.d_model)
+        self.attn = CausalSelfAttention(config)
+        self.mlp_norm = RMSNorm(config.d_model)
+        self.mlp = SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.gradient_checkpointing = False
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], allowed: Tensor | None = None) -> Tensor:
+        """`(B, T, D)` to `(B, T, D)`; arguments as in `CausalSelfAttention.forward`."""
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(self._layer, x, rotary, allowed, use_reentrant=False)
+            return recomputed
+        return self._layer(x, rotary, allowed)
+
+    def _layer(self, x: Tensor, rotary: tuple[Tensor, Tensor], allowed: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotary, allowed))
+        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+class ReferenceTransformer(nn.Module):
+    """A small Llama-like language model.
+
+    It is built from one `GPTConfig` or from its fields as keyword arguments, where `max_seq_len` may stand
+    for `block_size`. Weights start from normal(0, 0.02), norms from one, drawn from torch's global generator.
+    The embedding is `transformer["wte"]`, the blocks are `transformer["h"]`, the head is `lm_head`.
+
+    Raises:
+        TypeError: an unknown argument, or a config together with arguments.
+        ConfigError: a value is out of range, or `block_size` and `max_seq_len` differ.
+    """
+
+    def __init__(self, config: GPTConfig | None = None, **options: Unpack[GPTOptions]) -> None:
+        super().__init__()
+        self.config = _resolve_config(config, options)
+        config = self.config
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.vocab_size, config.d_model),
+                "drop": nn.Dropout(config.dropout),
+                "h": nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layer)),
+                "norm": RMSNorm(config.d_model),
+            }
+        )
+        self.rotary = RotaryEmbedding(config.head_size, config.block_size, config.rope_base)
+        # A tied head takes the embedding's weight; one of its own would be filled only to be thrown away.
+        head_device = torch.device("meta") if config.tie_weights else None
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False, device=head_device)
+        self._tie()
+        self._initialise()
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> ModelOutput:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: integer `(B, T)`, T at most `config.block_size`.
+            labels: `(B, T)` or `(B, T - 1)` targets, see `causal_cross_entropy`.
+            attention_mask: `(B, T)`, true where there is a real token. Only left or inner padding needs one:
+                with causal attention no real token sees padding on its right.
+
+        Raises:
+            ValueError: a shape does not fit, or the sequence is too long.
+        """
+        self._check_input(input_ids, attention_mask)
+        rotary = self.rotary(input_ids.size(1))
+        allowed = None if attention_mask is None else _causal_and_real(attention_mask)
+        x = self.transformer["drop"](self.transformer["wte"](input_ids))
+        for block in self.blocks:
+            x = block(x, rotary, allowed)
+        logits: Tensor = self.lm_head(self.transformer["norm"](x))
+        return {"logits": logits, "loss": None if labels is None else causal_cross_entropy(logits, labels)}
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The `TransformerBlock`s, first to last."""
+        return cast(nn.ModuleList, self.transformer["h"])
+
+    def set_gradient_checkpointing(self, enabled: bool = True) -> None:
+        """Make every block recompute its activations in the backward pass, or stop doing so."""
+        for block in self.blocks:
+            cast(TransformerBlock, block).gradient_checkpointing = enabled
+
+    def num_parameters(self, trainable_only: bool = False) -> int:
+        """Number of weights, tied ones counted once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable_only)
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Floating-point operations to train on one token: forward and backward, 6·N + 12·L·D·T.
+
+        N counts the weights of all matrix products (so not the embedding lookup, but the head, tied or not).
+        As in appendix B of the PaLM paper (Chowdhery et al. 2022), attention counts as if it were not causal
+        and recomputation counts nothing.
+        """
+        linears = (module for module in self.modules() if isinstance(module, nn.Linear))
+        matrix_weights = sum(linear.weight.numel() for linear in linears)
+        return 6 * matrix_weights + 12 * self.config.n_layer * self.config.d_model * sequence_length
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `nn.Module.load_state_dict`; a tied model stays tied, and refuses the state of an untied one."""
+        head, embedding = (state_dict.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
+        if self.config.tie_weights and _differ(head, embedding):
+            raise RuntimeError(
+                "lm_head.weight and transformer.wte.weight differ in this state: it is that of a model with "
+                "tie_weights=False and cannot be loaded into one with tie_weights=True"
+            )
+        result = super().load_state_dict(state_dict, strict, assign)
+        self._tie()
+        return result
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ReferenceTransformer:
+        # Moving off the meta device makes new parameters, one for each name.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()
+        return self
+
+    def _tie(self) -> None:
+        if self.config.tie_weights:
+            self.lm_head.weight = cast(nn.Parameter, self.transformer["wte"].weight)
+
+    def _initialise(self) -> None:
+        matrices = (parameter for parameter in self.parameters() if parameter.ndim == 2)
+        for matrix in matrices:
+            nn.init.normal_(matrix, mean=0.0, std=INIT_STD)
+
+    def _check_input(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids must have shape (B, T), not {tuple(input_ids.shape)}")
+        if input_ids.size(1) > self.config.block_size:
+            raise ValueError(f"a sequence of {input_ids.size(1)} tokens exceeds max_seq_len, {self.config.block_size}")
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask of shape {tuple(attention_mask.shape)} does not fit input_ids of shape "
+                f"{tuple(input_ids.shape)}"
+            )
+
+
+GPT = ReferenceTransformer
+
+
+def build_reference_transformer(config: ModelConfig) -> ReferenceTransformer:
+    """The reference model that a config's `model` section describes."""
+    model = ReferenceTransformer(
+        vocab_size=config.vocab_size,
+        block_size=config.max_seq_len,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_kv_head=config.n_kv_head,
+        d_model=config.d_model,
+        d_ff=config.d_ff,
+        dropout=config.dropout,
+        tie_weights=config.tie_weights,
+        rope_base=config.rope_base,
+    )
+    model.set_gradient_checkpointing(config.gradient_checkpointing)
+    return model
+
+
+def set_gradient_checkpointing(module: ModuleT, enabled: bool = True) -> ModuleT:
+    """Switch activation recomputation on or off through the module's own
+    `set_gradient_checkpointing(enabled)`.
+
+    Returns:
+        The module.
+
+    Raises:
+        AttributeError: the module has no such method.
+    """
+    hook = getattr(module, "set_gradient_checkpointing", None)
+    if not callable(hook):
+        raise AttributeError(f"{type(module).__name__} has no method set_gradient_checkpointing(enabled)")
+    hook(enabled)
+    return module
+
+
+def _resolve_config(config: GPTConfig | None, options: GPTOptions) -> GPTConfig:
+    if config is not None:
+        if not isinstance(config, GPTConfig):
+            raise TypeError(f"the model takes one GPTConfig or keyword arguments, not a {type(config).__name__}")
+        if options:
+            raise TypeError(f"a GPTConfig is complete: give it no further arguments ({', '.join(options)})")
+        return config
+    fields: dict[str, Any] = dict(options)
+    if "max_seq_len" in fields:
+        length = fields.pop("max_seq_len")
+        if fields.setdefault("block_size", length) != length:
+            raise ConfigError(f"block_size {fields['block_size']} and max_seq_len {length} are one thing: give one")
+    known = [field.name for field in dataclasses.fields(GPTConfig)]
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        raise TypeError(f"unknown argument {', '.join(unknown)}; the model takes {', '.join(known)}, max_seq_len")
+    return GPTConfig(**fields)
+
+
+def _causal_and_real(attention_mask: Tensor) -> Tensor:
+    """Which key each query may see, bool `(B, 1, T, T)`: the past, as far as it is real, and always itself.
+
+    A padding position would otherwise see nothing at all, and a softmax over nothing is NaN.
+    """
+    length = attention_mask.size(1)
+    square = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
+    past = square.tril()
+    itself = past & square.triu()
+    return (past & attention_mask.bool()[:, None, None, :]) | itself
+
+
+def _differ(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None or first is second:
+        return False
+    return first.data_ptr() != second.data_ptr() and not torch.equal(first, second)

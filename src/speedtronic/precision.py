@@ -1,0 +1,167 @@
+"""Which device a run uses, and in which number formats it computes there."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+
+from speedtronic.errors import ConfigError, DeviceError, NotBuiltError
+
+if TYPE_CHECKING:
+    from speedtronic.config import PrecisionConfig
+
+Mode = Literal["bf16", "fp16", "fp32"]
+
+_DTYPES: dict[Mode, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_MODE_OF_DTYPE: dict[str, Mode] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """How a run computes. Parameters and optimizer state stay float32 in every mode.
+
+    Attributes:
+        mode: "bf16", "fp16" or "fp32"; what was asked for, or what the device can run instead.
+        dtype: dtype of the matrix products.
+        use_scaler: whether gradients need loss scaling, because float16 underflows.
+        autocast_enabled: whether the forward pass runs under `torch.autocast`.
+        device_type: "cuda", "mps" or "cpu".
+    """
+
+    mode: Mode
+    dtype: torch.dtype
+    use_scaler: bool
+    autocast_enabled: bool
+    device_type: str
+
+
+def resolve_device(requested: str | torch.device | None = "auto") -> torch.device:
+    """The device to train on. "auto" and `None` choose CUDA, then MPS, then the CPU.
+
+    Raises:
+        DeviceError: an explicit device does not exist here; the message names those that do.
+    """
+    if requested is None or requested == "auto":
+        return torch.device(_available_devices()[0])
+    try:
+        device = torch.device(requested)
+    except RuntimeError as error:
+        raise DeviceError(f"unknown device {requested!r}; use auto, cpu, cuda, cuda:<index> or mps") from error
+    if not _exists(device):
+        choices = ", ".join(_available_devices())
+        raise DeviceError(f"device {str(device)!r} is not available on this machine; available: {choices}")
+    return device
+
+
+def resolve_precision(config: PrecisionConfig | str, device: str | torch.device) -> PrecisionPlan:
+    """Turn a precision section, or a bare mode, into what the device will do.
+
+    "auto" is bf16 on CUDA devices that compute in bfloat16, fp16 with loss scaling on other CUDA devices,
+    fp32 on CPU and MPS; with `precision.dtype` given, "auto" is the mode of that dtype. A mode that the
+    device cannot run becomes fp32 with a `UserWarning`: fp16 needs CUDA, bf16 needs CUDA hardware for it, a
+    CPU, or macOS 14 on MPS.
+
+    Raises:
+        ConfigError: the mode or dtype has no such name.
+        NotBuiltError: the mode is fp8.
+    """
+    device = torch.device(device)
+    mode = _requested_mode(config)
+    if mode == "auto":
+        return _plan(_preferred_mode(device), device)
+    if not _can_run(mode, device):
+        warnings.warn(f"precision {mode} cannot run on {device}; training in fp32", UserWarning, stacklevel=2)
+        return _plan("fp32", device)
+    return _plan(mode, device)
+
+
+def autocast_context(plan: PrecisionPlan) -> contextlib.AbstractContextManager[None]:
+    """A fresh context for one forward pass; one that does nothing in fp32."""
+    if not plan.autocast_enabled:
+        return contextlib.nullcontext()
+    return torch.autocast(plan.device_type, dtype=plan.dtype)
+
+
+def make_grad_scaler(plan: PrecisionPlan) -> torch.amp.GradScaler:
+    """A gradient scaler that scales in fp16 and passes everything through otherwise."""
+    return torch.amp.GradScaler(plan.device_type, enabled=plan.use_scaler)
+
+
+def supports_fused_adamw(device: str | torch.device) -> bool:
+    """Whether torch builds its fused AdamW for this CUDA device. Never on another kind of device."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return False
+    try:
+        parameter = torch.nn.Parameter(torch.zeros(1, device=device))
+        torch.optim.AdamW([parameter], fused=True)
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _available_devices() -> list[str]:
+    """What exists here, best first."""
+    found = []
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        found += ["cuda"] if count == 1 else [f"cuda:{index}" for index in range(count)]
+    if torch.backends.mps.is_available():
+        found.append("mps")
+    return [*found, "cpu"]
+
+
+def _exists(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+    if device.type == "mps":
+        return torch.backends.mps.is_available()
+    return device.type == "cpu"
+
+
+def _requested_mode(config: PrecisionConfig | str) -> Mode | Literal["auto"]:
+    mode, dtype = (config, None) if isinstance(config, str) else (config.mode, config.dtype)
+    if mode == "fp8":
+        raise NotBuiltError("precision.mode: fp8 is not built yet; use bf16, fp16, fp32 or auto")
+    if mode == "auto" and dtype is not None:
+        if dtype not in _MODE_OF_DTYPE:
+            raise ConfigError(f"precision.dtype: {dtype!r} is not one of {', '.join(_MODE_OF_DTYPE)}")
+        return _MODE_OF_DTYPE[dtype]
+    if mode != "auto" and mode not in _DTYPES:
+        raise ConfigError(f"precision.mode: {mode!r} is not one of auto, {', '.join(_DTYPES)}")
+    return cast(Mode, mode)
+
+
+def _preferred_mode(device: torch.device) -> Mode:
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if _cuda_computes_bf16() else "fp16"
+
+
+def _can_run(mode: Mode, device: torch.device) -> bool:
+    if mode == "fp32":
+        return True
+    if device.type == "cuda":
+        return mode == "fp16" or _cuda_computes_bf16()
+    if device.type == "mps":
+        return mode == "bf16" and torch.backends.mps.is_macos_or_newer(14, 0)
+    return mode == "bf16"
+
+
+def _cuda_computes_bf16() -> bool:
+    # Older GPUs emulate bfloat16, slower than float32.
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def _plan(mode: Mode, device: torch.device) -> PrecisionPlan:
+    return PrecisionPlan(
+        mode=mode,
+        dtype=_DTYPES[mode],
+        use_scaler=mode == "fp16",
+        autocast_enabled=mode != "fp32",
+        device_type=device.type,
+    )

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from speedtronic.model import causal_cross_entropy, causal_cross_entropy_sum
+
+
+def plain_nll(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
+    """Sum and count by scalar arithmetic, one position after the other."""
+    total, count = 0.0, 0
+    for row, targets in zip(logits.tolist(), labels.tolist(), strict=True):
+        for scores, target in zip(row, targets, strict=False):
+            if target != -100:
+                total += math.log(sum(math.exp(score) for score in scores)) - scores[target]
+                count += 1
+    return total, count
+
+
+def random_case() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 6, 11, generator=generator)
+    labels = torch.randint(0, 11, (3, 6), generator=generator)
+    labels[0, 1] = labels[2, 5] = -100
+    return logits, labels
+
+
+def test_aligned_labels_use_every_row_of_logits() -> None:
+    """Seed: "same-length labels are treated as already next-token aligned and use the full logit row"."""
+    logits, labels = random_case()
+    total, count = plain_nll(logits, labels)
+    assert causal_cross_entropy(logits, labels).item() == pytest.approx(total / count, rel=1e-5)
+
+
+def test_labels_one_shorter_leave_the_last_row_of_logits_out() -> None:
+    """Seed: "logits are truncated to logits[:, :-1] only for (B, T-1) labels"."""
+    logits, labels = random_case()
+    logits.requires_grad_()
+    short = labels[:, :-1]
+    total, count = plain_nll(logits[:, :-1], short)
+    loss = causal_cross_entropy(logits, short)
+    loss.backward()
+    assert loss.item() == pytest.approx(total / count, rel=1e-5)
+    assert logits.grad is not None
+    assert logits.grad[:, -1].count_nonzero() == 0
+    assert logits.grad[:, :-1].count_nonzero() > 0
+
+
+def test_the_sum_and_the_count_leave_out_ignored_labels() -> None:
+    """Seed: "-100 is ignored"."""
+    logits, labels = random_case()
+    total, count = causal_cross_entropy_sum(logits, labels)
+    expected_total, expected_count = plain_nll(logits, labels)
+    assert total.item() == pytest.approx(expected_total, rel=1e-5)
+    assert count.item() == expected_count == 16
+
+
+def test_all_ignored_labels_give_a_differentiable_zero_tied_to_the_logits() -> None:
+    """Seed: "all-ignored labels produce a differentiable zero tied to the logits"."""
+    logits = torch.randn(2, 4, 7, requires_grad=True)
+    loss = causal_cross_entropy(logits, torch.full((2, 4), -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None
+    assert logits.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_normalised_in_float32(dtype: torch.dtype) -> None:
+    logits, labels = random_case()
+    half = logits.to(dtype)
+    loss = causal_cross_entropy(half, labels)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, causal_cross_entropy(half.float(), labels), rtol=0, atol=0)
+
+
+def test_the_gradient_is_that_of_the_mean() -> None:
+    logits, labels = random_case()
+    logits = logits.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: causal_cross_entropy(x, labels), logits)
+
+
+def test_labels_of_a_narrow_integer_dtype_are_accepted() -> None:
+    logits, labels = random_case()
+    torch.testing.assert_close(causal_cross_entropy(logits, labels.int()), causal_cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 6), (3, 7), (18,), (3, 6, 1)])
+def test_labels_of_another_shape_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+    logits, _ = random_case()
+    with pytest.raises(ValueError, match=r"\(3, 6, 11\)") as caught:
+        causal_cross_entropy(logits, torch.zeros(shape, dtype=torch.long))
+    assert str(shape) in str(caught.value)
+
+
+def test_logits_that_are_not_three_dimensional_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"logits of shape \(3, 11\)"):
+        causal_cross_entropy(torch.zeros(3, 11), torch.zeros(3, dtype=torch.long))

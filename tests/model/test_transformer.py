@@ -1,0 +1,613 @@
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from speedtronic.config import ModelConfig
+from speedtronic.errors import ConfigError
+from speedtronic.model import (
+    GPT,
+    CausalSelfAttention,
+    GPTConfig,
+    ReferenceTransformer,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TransformerBlock,
+    apply_rotary,
+    build_reference_transformer,
+    set_gradient_checkpointing,
+)
+
+TINY: dict[str, Any] = {
+    "vocab_size": 23,
+    "block_size": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_kv_head": 2,
+    "d_model": 16,
+    "d_ff": 30,
+}
+
+
+def tiny(seed: int = 0, **changes: Any) -> ReferenceTransformer:
+    torch.manual_seed(seed)
+    return ReferenceTransformer(**{**TINY, **changes})
+
+
+def tokens(batch: int = 2, length: int = 12, seed: int = 3) -> Tensor:
+    return torch.randint(0, TINY["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def enlarge(model: nn.Module) -> None:
+    """Weights far from their small start, so that attention is far from uniform and a wrong rule shows."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
+
+
+# An independent model, written out in float64: one head at a time, keys and values picked by hand, pairs
+# turned as complex numbers.
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) * weight
+
+
+def plain_rotation(x: Tensor, base: float) -> Tensor:
+    length, size = x.shape
+    turned = torch.empty_like(x)
+    for position in range(length):
+        for i in range(size // 2):
+            pair = complex(x[position, i].item(), x[position, i + size // 2].item())
+            angle = position / base ** (2 * i / size)
+            pair *= complex(math.cos(angle), math.sin(angle))
+            turned[position, i], turned[position, i + size // 2] = pair.real, pair.imag
+    return turned
+
+
+def plain_attention(attention: CausalSelfAttention, x: Tensor, base: float) -> Tensor:
+    weights = {name: value.detach().double() for name, value in attention.named_parameters()}
+    size, group = attention.head_size, attention.n_head // attention.n_kv_head
+    heads = []
+    for head in range(attention.n_head):
+        queries = slice(head * size, (head + 1) * size)
+        keys = slice(head // group * size, (head // group + 1) * size)
+        q = plain_rotation(x @ weights["q_proj.weight"][queries].T, base)
+        k = plain_rotation(x @ weights["k_proj.weight"][keys].T, base)
+        v = x @ weights["v_proj.weight"][keys].T
+        out = torch.zeros_like(v)
+        for t in range(len(x)):
+            scores = q[t] @ k[: t + 1].T / math.sqrt(size)
+            out[t] = scores.softmax(0) @ v[: t + 1]
+        heads.append(out)
+    return torch.cat(heads, -1) @ weights["out_proj.weight"].T
+
+
+def plain_swiglu(mlp: SwiGLU, x: Tensor) -> Tensor:
+    weights = {name: value.detach().double() for name, value in mlp.named_parameters()}
+    gate = x @ weights["gate_proj.weight"].T
+    return (gate / (1 + torch.exp(-gate)) * (x @ weights["up_proj.weight"].T)) @ weights["down_proj.weight"].T
+
+
+def plain_logits(model: ReferenceTransformer, ids: Tensor) -> Tensor:
+    rows = []
+    for row in ids:
+        x = model.transformer["wte"].weight.detach().double()[row]
+        for block in model.blocks:
+            assert isinstance(block, TransformerBlock)
+            normed = plain_rms_norm(x, block.attn_norm.weight.detach().double())
+            x = x + plain_attention(block.attn, normed, model.config.rope_base)
+            x = x + plain_swiglu(block.mlp, plain_rms_norm(x, block.mlp_norm.weight.detach().double()))
+        x = plain_rms_norm(x, model.transformer["norm"].weight.detach().double())
+        rows.append(x @ model.lm_head.weight.detach().double().T)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_logits_equal_an_independent_model(kv_heads: int, tie: bool) -> None:
+    model = tiny(n_kv_head=kv_heads, tie_weights=tie, rope_base=50.0)
+    enlarge(model)
+    ids = tokens()
+    torch.testing.assert_close(model(ids)["logits"].double(), plain_logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_rms_norm_equals_its_formula() -> None:
+    norm = RMSNorm(8, eps=1e-3)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 8)
+    expected = plain_rms_norm(x.double(), norm.weight.detach().double(), eps=1e-3)
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_of_bfloat16_is_computed_in_float32(weight_dtype: torch.dtype) -> None:
+    norm = RMSNorm(64).to(weight_dtype)
+    x = torch.randn(4, 64, dtype=torch.bfloat16) * 300
+    expected = plain_rms_norm(x.double(), torch.ones(64, dtype=torch.float64)).to(torch.bfloat16)
+    assert norm(x).dtype == torch.bfloat16
+    torch.testing.assert_close(norm(x), expected, rtol=0, atol=0)
+
+
+def test_rotation_turns_pairs_half_a_head_apart() -> None:
+    rotary = RotaryEmbedding(6, max_seq_len=9, base=20.0)
+    x = torch.randn(1, 9, 1, 6)
+    turned = apply_rotary(x, *rotary(9))[0, :, 0]
+    torch.testing.assert_close(turned.double(), plain_rotation(x[0, :, 0].double(), 20.0), rtol=1e-5, atol=1e-6)
+
+
+def test_rotary_scores_depend_on_the_distance_alone() -> None:
+    rotary = RotaryEmbedding(8, max_seq_len=40)
+    cos, sin = rotary(40)
+    query, key = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
+
+    def score(query_at: int, key_at: int) -> Tensor:
+        turned = [apply_rotary(x, cos[i : i + 1], sin[i : i + 1]) for x, i in ((query, query_at), (key, key_at))]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(score(7, 2), score(36, 31), rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_tables_stay_float32_and_exact_whatever_the_module_is_cast_to() -> None:
+    rotary = RotaryEmbedding(8, max_seq_len=5000)
+    exact = rotary.cos.clone()
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+        rotary.to(dtype)
+        assert rotary.cos.dtype == rotary.sin.dtype == torch.float32
+        assert torch.equal(rotary.cos, exact)
+    assert math.isclose(rotary.cos[4999, 0, 0].item(), math.cos(4999.0), abs_tol=1e-6)
+
+
+def test_rotary_tables_are_not_saved() -> None:
+    assert not RotaryEmbedding(8, max_seq_len=4).state_dict()
+
+
+def test_queries_keep_their_precision_in_the_rotation_under_autocast() -> None:
+    cos, sin = RotaryEmbedding(8, max_seq_len=300)(300)
+    x = torch.randn(1, 300, 1, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        turned = apply_rotary(x, cos, sin)
+    assert turned.dtype == torch.bfloat16
+    assert torch.equal(turned, apply_rotary(x.float(), cos, sin).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("d_ff", "n_head", "hidden"),
+    [(1024, 8, 688), (30, 4, 20), (31, 4, 24), (3, 2, 2), (1, 8, 8), (96, 8, 64)],
+)
+def test_swiglu_width_is_two_thirds_of_d_ff_rounded_up_to_a_multiple_of_n_head(
+    d_ff: int, n_head: int, hidden: int
+) -> None:
+    config = GPTConfig(d_ff=d_ff, n_head=n_head, d_model=16 * n_head)
+    assert config.hidden_size == hidden
+    assert SwiGLU(config).gate_proj.weight.shape == (hidden, 16 * n_head)
+
+
+# Construction.
+
+
+def test_a_config_resolves_key_value_heads_and_feed_forward_width() -> None:
+    config = GPTConfig(block_size=64, n_head=4, d_model=32)
+    assert (config.n_kv_head, config.d_ff, config.max_seq_len) == (4, 128, 64)
+
+
+def test_defaults_are_those_of_the_model_section() -> None:
+    section = ModelConfig().model_dump()
+    config = GPTConfig()
+    for name in ("vocab_size", "n_layer", "n_head", "d_model", "dropout", "tie_weights", "rope_base"):
+        assert getattr(config, name) == section[name]
+    assert config.block_size == section["max_seq_len"]
+
+
+def test_the_model_takes_keywords_or_one_config() -> None:
+    torch.manual_seed(0)
+    by_config = ReferenceTransformer(GPTConfig(**TINY))
+    by_keywords = tiny()
+    assert by_config.config == by_keywords.config
+    assert all(torch.equal(a, b) for a, b in zip(by_config.parameters(), by_keywords.parameters(), strict=True))
+    assert GPT is ReferenceTransformer
+
+
+def test_max_seq_len_is_another_name_for_block_size() -> None:
+    assert ReferenceTransformer(n_layer=1, d_model=16, max_seq_len=9).config.block_size == 9
+    assert ReferenceTransformer(n_layer=1, d_model=16, max_seq_len=9, block_size=9).config.block_size == 9
+    with pytest.raises(ConfigError, match="block_size 8 and max_seq_len 9"):
+        ReferenceTransformer(max_seq_len=9, block_size=8)
+
+
+def test_an_unknown_argument_is_a_type_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(TypeError, match="n_heads.*n_head"):
+        ReferenceTransformer(n_heads=4)  # type: ignore[call-arg]
+
+
+def test_a_config_and_arguments_together_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match="n_layer"):
+        ReferenceTransformer(GPTConfig(), n_layer=2)
+    with pytest.raises(TypeError, match="dict"):
+        ReferenceTransformer({"n_layer": 2})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, not 0"),
+        ({"n_layer": True}, "n_layer"),
+        ({"d_ff": 10.5}, "d_ff"),
+        ({"n_head": 4, "n_kv_head": 3}, "n_head 4 must be divisible by n_kv_head 3"),
+        ({"d_model": 30, "n_head": 4}, "d_model 30 must be divisible by n_head 4"),
+        ({"d_model": 12, "n_head": 4}, "odd head width, 3"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"dropout": -0.1}, "dropout"),
+        ({"rope_base": 0.0}, "rope_base"),
+    ],
+)
+def test_a_bad_value_is_a_config_error_and_a_value_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ReferenceTransformer(**options)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_model_section_of_a_config_builds_the_model() -> None:
+    section = ModelConfig(
+        vocab_size=31,
+        max_seq_len=12,
+        n_layer=3,
+        n_head=4,
+        n_kv_head=2,
+        d_model=16,
+        d_ff=24,
+        dropout=0.25,
+        tie_weights=False,
+        rope_base=77.0,
+        gradient_checkpointing=True,
+    )
+    model = build_reference_transformer(section)
+    assert model.config == GPTConfig(31, 12, 3, 4, 2, 16, 24, 0.25, False, 77.0)
+    assert all(block.gradient_checkpointing for block in model.blocks)
+
+
+def test_weights_start_from_a_narrow_normal_and_norms_from_one() -> None:
+    model = tiny(d_model=128, vocab_size=400)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        else:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.05), name
+            assert abs(parameter.mean().item()) < 0.001, name
+
+
+def test_the_seed_decides_the_weights() -> None:
+    first, again, other = tiny(1), tiny(1), tiny(2)
+    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_no_part_has_a_bias_and_projections_are_separate_matrices() -> None:
+    names = [name for name, _ in tiny(n_layer=1, tie_weights=False).named_parameters()]
+    parts = (
+        "attn.q_proj",
+        "attn.k_proj",
+        "attn.v_proj",
+        "attn.out_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
+    expected = {f"transformer.h.0.{part}.weight" for part in (*parts, "attn_norm", "mlp_norm")}
+    assert set(names) == expected | {"transformer.wte.weight", "transformer.norm.weight", "lm_head.weight"}
+
+
+# Tied embeddings.
+
+
+def test_a_tied_head_is_the_embedding_and_counts_once() -> None:
+    tied, untied = tiny(tie_weights=True), tiny(tie_weights=False)
+    assert tied.lm_head.weight is tied.transformer["wte"].weight
+    assert untied.num_parameters() - tied.num_parameters() == TINY["vocab_size"] * TINY["d_model"]
+    assert tied.num_parameters() == sum(p.numel() for p in tied.parameters())
+
+
+def test_frozen_weights_are_left_out_of_the_trainable_count() -> None:
+    model = tiny()
+    model.transformer["norm"].requires_grad_(False)
+    assert model.num_parameters(trainable_only=True) == model.num_parameters() - TINY["d_model"]
+
+
+def test_a_tied_model_survives_a_state_that_is_assigned() -> None:
+    model, source = tiny(1), tiny(2)
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert model.lm_head.weight is model.transformer["wte"].weight
+    assert torch.equal(model.lm_head.weight, source.lm_head.weight)
+
+
+def test_a_tied_model_refuses_the_state_of_an_untied_one() -> None:
+    with pytest.raises(RuntimeError, match="tie_weights=False"):
+        tiny(tie_weights=True).load_state_dict(tiny(tie_weights=False).state_dict())
+
+
+def test_an_untied_model_takes_the_state_of_a_tied_one() -> None:
+    source, model = tiny(1, tie_weights=True), tiny(2, tie_weights=False)
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(model(tokens())["logits"], source(tokens())["logits"])
+
+
+# Behaviour.
+
+
+def test_labels_bring_the_mean_cross_entropy() -> None:
+    model, ids = tiny(), tokens()
+    assert model(ids)["loss"] is None
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = -100
+    out = model(ids, labels)
+    expected = nn.functional.cross_entropy(out["logits"].flatten(0, 1), labels.flatten(), ignore_index=-100)
+    torch.testing.assert_close(out["loss"], expected)
+    torch.testing.assert_close(model(ids, ids[:, 1:])["loss"], expected)
+
+
+def test_the_loss_starts_near_that_of_a_uniform_guess() -> None:
+    ids = tokens()
+    assert tiny()(ids, ids.roll(-1, 1))["loss"].item() == pytest.approx(math.log(TINY["vocab_size"]), abs=0.1)
+
+
+def test_all_ignored_labels_give_a_zero_that_reaches_every_weight() -> None:
+    model = tiny()
+    loss = model(tokens(), torch.full((2, 12), -100))["loss"]
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(p.grad is not None and p.grad.count_nonzero() == 0 for p in model.parameters())
+
+
+def test_future_tokens_do_not_change_past_logits() -> None:
+    model = tiny()
+    enlarge(model)
+    ids = tokens()
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % TINY["vocab_size"]
+    before, after = model(ids)["logits"], model(changed)["logits"]
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(-1).min() > 1e-3
+
+
+def test_right_padding_needs_no_mask() -> None:
+    model, ids = tiny(), tokens(length=9)
+    enlarge(model)
+    padded = torch.cat((ids, torch.zeros(2, 3, dtype=torch.long)), 1)
+    mask = torch.arange(12).expand(2, 12) < 9
+    expected = model(ids)["logits"]
+    torch.testing.assert_close(model(padded)["logits"][:, :9], expected)
+    torch.testing.assert_close(model(padded, attention_mask=mask)["logits"][:, :9], expected)
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
+def test_left_padding_with_a_mask_equals_no_padding(mask_dtype: torch.dtype) -> None:
+    model, ids = tiny(), tokens(length=9)
+    enlarge(model)
+    padded = torch.cat((torch.full((2, 3), 5), ids), 1)
+    mask = (torch.arange(12).expand(2, 12) >= 3).to(mask_dtype)
+    torch.testing.assert_close(
+        model(padded, attention_mask=mask)["logits"][:, 3:], model(ids)["logits"], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_row_of_nothing_but_padding_stays_finite() -> None:
+    model, ids = tiny(), tokens()
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1] = False
+    labels = ids.masked_fill(~mask, -100)
+    out = model(ids, labels, mask)
+    out["loss"].backward()
+    assert out["logits"].isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_shapes_that_do_not_fit_are_refused_with_both_sizes() -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match=r"17 tokens exceeds max_seq_len, 16"):
+        model(tokens(length=17))
+    with pytest.raises(ValueError, match=r"\(B, T\), not \(12,\)"):
+        model(tokens()[0])
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(2, 11\).*\(2, 12\)"):
+        model(tokens(), attention_mask=torch.ones(2, 11))
+    with pytest.raises(ValueError, match=r"\(2, 10\).*\(2, 12, 23\)"):
+        model(tokens(), torch.zeros(2, 10, dtype=torch.long))
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model, ids = tiny(dropout=0.5), tokens()
+    assert not torch.equal(model(ids)["logits"], model(ids)["logits"])
+    model.eval()
+    assert torch.equal(model(ids)["logits"], model(ids)["logits"])
+
+
+@pytest.mark.parametrize("place", ["embedding", "attention", "residual"])
+def test_dropout_reaches_each_place(place: str) -> None:
+    model = tiny(dropout=0.5, n_layer=1)
+    block = model.blocks[0]
+    assert isinstance(block, TransformerBlock)
+    if place != "embedding":
+        model.transformer["drop"].eval()
+    if place != "attention":
+        block.attn.eval()
+    if place != "residual":
+        block.dropout.eval()
+    assert not torch.equal(model(tokens())["logits"], model(tokens())["logits"])
+
+
+def test_three_updates_move_every_trainable_weight() -> None:
+    model = tiny(tie_weights=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(3):
+        ids = tokens(seed=step)
+        model(ids, ids.roll(-1, 1))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    unmoved = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert not unmoved
+
+
+def test_a_model_learns_a_sequence_by_heart() -> None:
+    model, ids = tiny(d_model=32), tokens(batch=1)
+    labels = ids.roll(-1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(ids, labels)["loss"]
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+def test_bfloat16_autocast_comes_close_to_float32() -> None:
+    model, ids = tiny(), tokens()
+    enlarge(model)
+    exact = model(ids, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = model(ids, ids)
+    assert rough["logits"].dtype == torch.bfloat16
+    assert rough["loss"].dtype == torch.float32
+    assert rough["loss"].item() == pytest.approx(exact["loss"].item(), rel=0.02)
+
+
+def test_a_model_of_bfloat16_weights_computes_in_bfloat16() -> None:
+    model = tiny().bfloat16()
+    assert model(tokens())["logits"].dtype == torch.bfloat16
+
+
+# Gradient checkpointing.
+
+
+def gradients(model: ReferenceTransformer, seed: int = 9) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(tokens(), tokens().roll(-1, 1))["loss"].backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_recomputed_activations_give_the_same_gradients_even_with_dropout() -> None:
+    model = tiny(dropout=0.3)
+    plain = gradients(model)
+    model.set_gradient_checkpointing(True)
+    recomputed = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+def count_attention_calls(model: ReferenceTransformer, backward: bool) -> int:
+    calls = []
+    hooks = [block.attn.register_forward_hook(lambda *_: calls.append(1)) for block in model.blocks]
+    loss = model(tokens(), tokens())["loss"]
+    if backward:
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return len(calls)
+
+
+def test_activations_are_recomputed_in_training_alone() -> None:
+    model = tiny()
+    assert count_attention_calls(model, backward=True) == 2
+    model.set_gradient_checkpointing(True)
+    assert count_attention_calls(model, backward=True) == 4
+    model.eval()
+    assert count_attention_calls(model, backward=True) == 2
+    model.train()
+    with torch.no_grad():
+        assert count_attention_calls(model, backward=False) == 2
+
+
+def test_the_switch_reaches_every_block_and_returns_the_module() -> None:
+    model = tiny()
+    assert set_gradient_checkpointing(model) is model
+    assert all(block.gradient_checkpointing for block in model.transformer["h"])
+    assert set_gradient_checkpointing(model, False) is model
+    assert not any(block.gradient_checkpointing for block in model.transformer["h"])
+
+
+def test_a_module_without_the_switch_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Linear has no method set_gradient_checkpointing"):
+        set_gradient_checkpointing(nn.Linear(1, 1))
+
+
+# Copies, devices, numbers.
+
+
+def test_a_state_dict_carries_the_whole_model() -> None:
+    source, model = tiny(1), tiny(2)
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(model(tokens())["logits"], source(tokens())["logits"])
+
+
+def test_a_deep_copy_is_independent_and_still_tied() -> None:
+    model = tiny()
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(tokens())["logits"], model(tokens())["logits"])
+    assert twin.lm_head.weight is twin.transformer["wte"].weight
+    assert twin.lm_head.weight is not model.lm_head.weight
+
+
+def test_a_model_built_on_the_meta_device_becomes_real_with_a_state() -> None:
+    source = tiny()
+    with torch.device("meta"):
+        model = tiny()
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert model.lm_head.weight is model.transformer["wte"].weight
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(model(tokens())["logits"], source(tokens())["logits"])
+
+
+def test_flops_per_token_follow_the_palm_formula() -> None:
+    model = tiny(tie_weights=True)
+    attention = 16 * 16 + 2 * 16 * 8 + 16 * 16
+    feed_forward = 3 * 16 * 20
+    products = 2 * (attention + feed_forward) + 23 * 16
+    assert model.flops_per_token(12) == 6 * products + 12 * 2 * 16 * 12
+    assert tiny(tie_weights=False).flops_per_token(12) == model.flops_per_token(12)
+
+
+def test_a_training_step_reads_nothing_back_from_the_device() -> None:
+    model, ids = tiny(dropout=0.1), tokens()
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(ids, ids, mask)["loss"].backward()
+        model(ids, torch.full_like(ids, -100))["loss"].backward()
+    operations = {event.key for event in profiler.key_averages()}
+    assert "aten::scaled_dot_product_attention" in operations
+    assert "aten::_local_scalar_dense" not in operations
+
+
+def test_grouped_keys_are_not_copied_before_attention() -> None:
+    shapes = []
+    original = nn.functional.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        shapes.append((query.shape[1], key.shape[1], value.shape[1], options["enable_gqa"], options["is_causal"]))
+        return original(query, key, value, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "scaled_dot_product_attention", spy)
+        tiny()(tokens())
+    assert shapes == [(4, 2, 2, True, True)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_model_compiles_without_a_graph_break(recompute: bool) -> None:
+    model, ids = tiny(), tokens()
+    model.set_gradient_checkpointing(recompute)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    labels = torch.full_like(ids, -100)
+    for mask in (None, torch.ones_like(ids, dtype=torch.bool)):
+        expected, out = model(ids, labels, mask), compiled(ids, labels, mask)
+        torch.testing.assert_close(out["logits"], expected["logits"])
+        out["loss"].backward()
+        assert out["loss"].item() == 0.0

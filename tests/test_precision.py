@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from speedtronic.config import PrecisionConfig
+from speedtronic.errors import ConfigError, DeviceError, NotBuiltError
+from speedtronic.precision import (
+    PrecisionPlan,
+    autocast_context,
+    make_grad_scaler,
+    resolve_device,
+    resolve_precision,
+    supports_fused_adamw,
+)
+
+FP32 = PrecisionPlan("fp32", torch.float32, False, False, "cpu")
+
+
+class Machine:
+    """Makes torch report another machine."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.has()
+
+    def has(self, *, gpus: int = 0, bf16: bool = False, mps: bool = False, macos_14: bool = False) -> None:
+        def bf16_supported(including_emulation: bool = True) -> bool:
+            return bf16 or including_emulation
+
+        self._patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        self._patch.setattr(torch.cuda, "device_count", lambda: gpus)
+        self._patch.setattr(torch.cuda, "is_bf16_supported", bf16_supported)
+        self._patch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        self._patch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: macos_14)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("parts", "device"),
+    [({"gpus": 1, "mps": True}, "cuda"), ({"gpus": 4}, "cuda:0"), ({"mps": True}, "mps"), ({}, "cpu")],
+)
+@pytest.mark.parametrize("requested", ["auto", None])
+def test_auto_takes_cuda_then_mps_then_the_cpu(
+    machine: Machine, parts: dict[str, Any], device: str, requested: str | None
+) -> None:
+    machine.has(**parts)
+    assert resolve_device(requested) == torch.device(device)
+
+
+def test_an_explicit_device_is_kept(machine: Machine) -> None:
+    machine.has(gpus=2, mps=True)
+    for name in ("cpu", "cuda", "cuda:1", "mps"):
+        assert resolve_device(name) == torch.device(name)
+    assert resolve_device(torch.device("cuda", 1)) == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("requested", ["cuda", "cuda:0", "mps", torch.device("cuda"), "xpu", "meta"])
+def test_a_missing_device_is_a_runtime_error_that_names_what_is_there(
+    machine: Machine, requested: str | torch.device
+) -> None:
+    with pytest.raises(DeviceError, match=rf"{str(requested)!r} is not available.*: cpu$") as caught:
+        resolve_device(requested)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_an_index_beyond_the_last_gpu_is_refused_with_the_ones_there_are(machine: Machine) -> None:
+    machine.has(gpus=2)
+    with pytest.raises(DeviceError, match="'cuda:7'.*cuda:0, cuda:1, cpu"):
+        resolve_device("cuda:7")
+
+
+def test_a_name_that_is_no_device_is_refused_with_the_possible_ones() -> None:
+    with pytest.raises(DeviceError, match="'gpu'.*auto, cpu, cuda, cuda:<index> or mps"):
+        resolve_device("gpu")
+
+
+@pytest.mark.parametrize("config", ["auto", PrecisionConfig()])
+@pytest.mark.parametrize(
+    ("device", "bf16", "plan"),
+    [
+        ("cuda", True, PrecisionPlan("bf16", torch.bfloat16, False, True, "cuda")),
+        ("cuda:1", False, PrecisionPlan("fp16", torch.float16, True, True, "cuda")),
+        ("mps", False, PrecisionPlan("fp32", torch.float32, False, False, "mps")),
+        ("cpu", False, FP32),
+    ],
+)
+def test_auto_precision_follows_the_device(
+    machine: Machine, config: str | PrecisionConfig, device: str, bf16: bool, plan: PrecisionPlan
+) -> None:
+    machine.has(gpus=2, bf16=bf16, mps=True, macos_14=True)
+    assert resolve_precision(config, torch.device(device)) == plan
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "parts"),
+    [
+        ("fp32", "cuda", {"gpus": 1, "bf16": True}),
+        ("fp16", "cuda", {"gpus": 1}),
+        ("bf16", "cuda", {"gpus": 1, "bf16": True}),
+        ("bf16", "mps", {"mps": True, "macos_14": True}),
+        ("bf16", "cpu", {}),
+        ("fp32", "cpu", {}),
+    ],
+)
+def test_an_explicit_mode_that_the_device_can_run_is_kept(
+    machine: Machine, mode: str, device: str, parts: dict[str, Any]
+) -> None:
+    machine.has(**parts)
+    plan = resolve_precision(mode, device)
+    assert (plan.mode, plan.device_type) == (mode, device)
+    assert plan.use_scaler == (mode == "fp16")
+    assert plan.autocast_enabled == (mode != "fp32")
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "parts"),
+    [
+        ("bf16", "cuda", {"gpus": 1, "bf16": False}),
+        ("fp16", "cpu", {}),
+        ("fp16", "mps", {"mps": True, "macos_14": True}),
+        ("bf16", "mps", {"mps": True, "macos_14": False}),
+    ],
+)
+def test_a_mode_that_the_device_cannot_run_becomes_fp32_with_a_warning(
+    machine: Machine, mode: str, device: str, parts: dict[str, Any]
+) -> None:
+    machine.has(**parts)
+    with pytest.warns(UserWarning, match=f"{mode} cannot run on {device}"):
+        plan = resolve_precision(mode, device)
+    assert plan == dataclasses.replace(FP32, device_type=device)
+
+
+def test_the_dtype_names_the_autocast_dtype_when_the_mode_is_auto() -> None:
+    assert resolve_precision(PrecisionConfig(dtype="bfloat16"), "cpu").mode == "bf16"
+    assert resolve_precision(PrecisionConfig(dtype="float32"), "cpu") == FP32
+
+
+def test_fp8_is_not_built_yet() -> None:
+    with pytest.raises(NotBuiltError, match="fp8"):
+        resolve_precision("fp8", "cpu")
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'half' is not one of auto, bf16, fp16, fp32"):
+        resolve_precision("half", "cpu")
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FP32.mode = "bf16"  # type: ignore[misc]
+
+
+def test_autocast_is_on_for_half_precision_alone() -> None:
+    weight = torch.ones(2, 2)
+    with autocast_context(resolve_precision("bf16", "cpu")):
+        assert (weight @ weight).dtype == torch.bfloat16
+    with autocast_context(FP32):
+        assert (weight @ weight).dtype == torch.float32
+
+
+def test_the_scaler_is_active_in_fp16_alone() -> None:
+    assert not make_grad_scaler(FP32).is_enabled()
+    scaler = make_grad_scaler(PrecisionPlan("fp16", torch.float16, True, True, "cpu"))
+    assert scaler.is_enabled()
+    assert scaler.scale(torch.ones(())).item() == scaler.get_scale() > 1.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_fused_adamw_is_probed_on_cuda_alone(device: str) -> None:
+    """Seed: "When optimizer.fused is null, supports_fused_adamw(device) probes CUDA"."""
+    assert supports_fused_adamw(device) is False
+
+
+@pytest.mark.parametrize("error", [TypeError, RuntimeError, ValueError, None])
+def test_the_probe_builds_a_fused_optimizer_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
+) -> None:
+    asked: list[Any] = []
+
+    def zeros(size: int, *, device: torch.device) -> torch.Tensor:
+        asked.append(device)
+        return torch.ones(size)
+
+    def adamw(parameters: list[torch.nn.Parameter], *, fused: bool) -> None:
+        asked.append(fused)
+        if error is not None:
+            raise error("no fused kernel")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.optim, "AdamW", adamw)
+    assert supports_fused_adamw("cuda:1") is (error is None)
+    assert asked == [torch.device("cuda:1"), True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_has_fused_adamw() -> None:
+    assert supports_fused_adamw("cuda")
