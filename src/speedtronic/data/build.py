@@ -1,0 +1,248 @@
+"""From the `data` section to loaders."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from speedtronic.config import DataConfig, SpeedtronicConfig
+from speedtronic.data.collate import collate_batch
+from speedtronic.data.datasets import ShardDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
+from speedtronic.data.loader import TokenLoader
+from speedtronic.data.text import check_text_file, read_text
+from speedtronic.data.tokenizers import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer, Tokenizer
+from speedtronic.errors import ConfigError, DataError, NotBuiltError
+
+Loader = TokenLoader | DataLoader[Any]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a run trains on.
+
+    Attributes:
+        train: batches without end, epoch after epoch.
+        validation: the held-out part, sequential and complete; None when nothing is held out.
+        tokenizer: turns the data's ids into text; None where the data has no text.
+    """
+
+    train: Loader
+    validation: TokenLoader | None
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    train: Dataset[Any]
+    validation: Dataset[Any] | None = None
+    tokenizer: Tokenizer | None = None
+
+
+def build_data(config: SpeedtronicConfig, *, pin_memory: bool) -> TrainingData:
+    """The training and validation loaders of a configuration.
+
+    Args:
+        config: read are `data` and, through it, the resolved vocabulary, block size and seed.
+        pin_memory: what `data.pin_memory: null` means on the device of this run.
+
+    Raises:
+        ConfigError: no source of data, or options that exclude each other.
+        DataError: the data cannot be used as configured.
+        NotBuiltError: a part that this version does not have.
+    """
+    source = _held_out(_source(config.data), config.data)
+    validation = None
+    if source.validation is not None:
+        validation = _loader(source.validation, config.data, pin_memory=pin_memory, shuffle=False, drop_last=False)
+    return TrainingData(_training_loader(source.train, config.data, pin_memory), validation, source.tokenizer)
+
+
+def build_dataloader(
+    config: SpeedtronicConfig | DataConfig,
+    *,
+    dataset: Dataset[Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+    pin_memory_device: bool = False,
+    vocab_size: int | None = None,
+) -> Loader:
+    """The training loader of a configuration, without what `data.validation_fraction` holds out.
+
+    Args:
+        config: a whole configuration, or its data section.
+        dataset: used in place of the configured source; map-style or iterable.
+        tokenizer: used in place of `data.tokenizer` for `data.text_path`.
+        pin_memory_device: what `data.pin_memory: null` means on the device that the batches go to.
+        vocab_size: used in place of `data.vocab_size`.
+
+    Raises:
+        ConfigError, DataError, NotBuiltError: as `build_data`.
+    """
+    data = config if isinstance(config, DataConfig) else config.data
+    if None in (data.vocab_size, data.block_size, data.seed):
+        data = SpeedtronicConfig(data=data).data
+    if vocab_size is not None:
+        data = data.model_copy(update={"vocab_size": vocab_size})
+    source = _source(data, tokenizer) if dataset is None else _Source(dataset)
+    return _training_loader(_held_out(source, data).train, data, pin_memory_device)
+
+
+def _source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Source:
+    if data.dataset is not None:
+        return _from_factory(data.dataset, data)
+    if data.shards is not None:
+        return _from_shards(data.shards, data)
+    if data.text_path is not None:
+        return _from_text(Path(data.text_path), data, tokenizer)
+    if data.synthetic:
+        return _synthetic(data)
+    raise ConfigError("data: no source; give data.shards, data.text_path or data.dataset, or set data.synthetic: true")
+
+
+def _from_factory(name: str, data: DataConfig) -> _Source:
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ConfigError(f"data.dataset: {name!r} must name a factory as package.module:function")
+    try:
+        imported = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"data.dataset: cannot import {module!r}: {error}") from error
+    if not hasattr(imported, function):
+        raise ConfigError(f"data.dataset: the module {module!r} has no {function!r}")
+    made = getattr(imported, function)(data)
+    train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    for part in (train, validation):
+        if not (part is None or hasattr(part, "__getitem__") or isinstance(part, IterableDataset)):
+            raise ConfigError(
+                f"data.dataset: {name} must return a Dataset, an IterableDataset or a pair (training, "
+                f"validation), not {type(part).__name__}"
+            )
+    if isinstance(validation, IterableDataset):
+        raise NotBuiltError(f"data.dataset: {name}: a validation part must be map-style in this version")
+    return _Source(train, validation)
+
+
+def _from_shards(folder: str, data: DataConfig) -> _Source:
+    dataset = ShardDataset(folder, _block_size(data))
+    _check_vocabulary(dataset.shards.tokenizer, folder, data)
+    return _Source(dataset, tokenizer=dataset.shards.tokenizer)
+
+
+def _from_text(path: Path, data: DataConfig, tokenizer: Tokenizer | None) -> _Source:
+    tokenizer = tokenizer or _text_tokenizer(path, data)
+    _check_vocabulary(tokenizer, str(path), data)
+    return _Source(TextFileTokenDataset(path, _block_size(data), tokenizer), tokenizer=tokenizer)
+
+
+def _text_tokenizer(path: Path, data: DataConfig) -> Tokenizer:
+    match data.tokenizer:
+        case "bytes":
+            return CharTokenizer(min(BYTE_VALUES, _vocab_size(data)))
+        case "chars":
+            check_text_file(path)
+            return CorpusCharTokenizer.from_texts(read_text(path))
+        case other:
+            raise NotBuiltError(
+                f"data.tokenizer: {other!r}: tokenizer files are not read in this version; use bytes or chars"
+            )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, origin: str, data: DataConfig) -> None:
+    if tokenizer.vocab_size > _vocab_size(data):
+        raise DataError(
+            f"{origin}: its tokenizer has a vocabulary of {tokenizer.vocab_size}, but data.vocab_size is "
+            f"{_vocab_size(data)}; set model.vocab_size to {tokenizer.vocab_size} or more"
+        )
+
+
+def _synthetic(data: DataConfig) -> _Source:
+    block_size = _block_size(data)
+    if data.num_tokens < block_size:
+        raise DataError(
+            f"synthetic data: data.num_tokens is {data.num_tokens}, less than one block of {block_size} tokens"
+        )
+    samples = data.num_tokens // block_size
+    return _Source(SyntheticTokenDataset(samples, block_size, _vocab_size(data), _seed(data)))
+
+
+def _held_out(source: _Source, data: DataConfig) -> _Source:
+    if not data.validation_fraction:
+        return source
+    if source.validation is not None:
+        raise ConfigError("data.validation_fraction: data.dataset brings a validation part already; leave this at 0")
+    if isinstance(source.train, IterableDataset):
+        raise ConfigError("data.validation_fraction: needs data with a length; an IterableDataset has none")
+    size = len(source.train)  # type: ignore[arg-type]
+    held_out = max(1, int(size * data.validation_fraction))
+    if held_out >= size:
+        raise DataError(
+            f"data.validation_fraction: {size} sample{'' if size == 1 else 's'} cannot be divided into a "
+            f"training and a validation part; use more data or a smaller data.block_size"
+        )
+    cut = size - held_out
+    return _Source(_part(source.train, 0, cut), _part(source.train, cut, size), source.tokenizer)
+
+
+def _part(dataset: Dataset[Any], start: int, stop: int) -> Dataset[Any]:
+    if isinstance(dataset, TokenDataset):
+        return dataset.part(start, stop)
+    return Subset(dataset, range(start, stop))
+
+
+def _training_loader(dataset: Dataset[Any], data: DataConfig, pin_memory: bool) -> Loader:
+    if isinstance(dataset, IterableDataset):
+        return _streaming_loader(dataset, data, pin_memory)
+    return _loader(dataset, data, pin_memory=pin_memory, shuffle=data.shuffle, drop_last=data.drop_last)
+
+
+def _loader(
+    dataset: Dataset[Any], data: DataConfig, *, pin_memory: bool, shuffle: bool, drop_last: bool
+) -> TokenLoader:
+    return TokenLoader(
+        dataset,
+        data.micro_batch_size,
+        shuffle=shuffle,
+        seed=_seed(data),
+        drop_last=drop_last,
+        num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor,
+        pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
+    )
+
+
+def _streaming_loader(dataset: Iterable[Any], data: DataConfig, pin_memory: bool) -> DataLoader[Any]:
+    if data.shuffle:
+        raise ConfigError("data.shuffle: an IterableDataset sets its own order; leave this false")
+    if data.num_workers:
+        raise NotBuiltError("data.num_workers: an IterableDataset is read without workers in this version; set 0")
+    return DataLoader(
+        dataset,  # type: ignore[arg-type]
+        batch_size=data.micro_batch_size,
+        drop_last=data.drop_last,
+        collate_fn=collate_batch,
+        generator=torch.Generator().manual_seed(_seed(data)),
+        pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
+    )
+
+
+def _block_size(data: DataConfig) -> int:
+    return _resolved(data.block_size, "block_size")
+
+
+def _vocab_size(data: DataConfig) -> int:
+    return _resolved(data.vocab_size, "vocab_size")
+
+
+def _seed(data: DataConfig) -> int:
+    return _resolved(data.seed, "seed")
+
+
+def _resolved(value: int | None, key: str) -> int:
+    if value is None:
+        raise ConfigError(f"data.{key}: not resolved; take the section from a validated SpeedtronicConfig")
+    return value

@@ -1,0 +1,99 @@
+"""Samples to batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from speedtronic.errors import DataError
+
+PADDING_ID = 0
+IGNORED_LABEL = -100
+
+
+def collate_batch(items: Sequence[Any]) -> Any:
+    """One batch from samples of any kind.
+
+    Mappings with `input_ids` go through `collate_causal`. Everything else (tuples, tensors, numpy arrays,
+    numbers, other mappings) is stacked field by field and must be equally wide.
+
+    Raises:
+        DataError: no samples, or samples of unequal shape.
+    """
+    if not items:
+        raise DataError("cannot make a batch of no samples")
+    if isinstance(items[0], Mapping) and "input_ids" in items[0]:
+        return collate_causal(items)
+    try:
+        return default_collate(list(items))
+    except (RuntimeError, TypeError) as error:
+        raise DataError(
+            f"the samples cannot be stacked into one batch: {error}; samples must have equal shapes, unless "
+            f"they are mappings with `input_ids`, which are padded"
+        ) from error
+
+
+def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Pad token samples of different lengths to one batch, on the right.
+
+    Args:
+        items: mappings with `input_ids` (T_i,), usually `labels` (T_i,) or (T_i − 1,), optionally
+            `attention_mask` (T_i,), as tensors or anything a tensor can be made of. Other fields are stacked
+            as they are.
+
+    Returns:
+        `input_ids` (B, T) int64 padded with 0, `labels` (B, T) or (B, T − 1) int64 padded with −100, and only
+        if a row is shorter than the batch or a sample brings a mask, `attention_mask` (B, T) bool, false at
+        padding.
+
+    Raises:
+        DataError: no samples, samples with different fields, or labels that do not fit their ids.
+    """
+    if not items:
+        raise DataError("cannot make a batch of no samples")
+    fields = items[0].keys()
+    if any(item.keys() != fields for item in items):
+        raise DataError("the samples of a batch have different fields")
+    ids = [_row(item["input_ids"], torch.int64) for item in items]
+    width = max(len(row) for row in ids)
+    batch = {"input_ids": _pad(ids, width, PADDING_ID)}
+    if "labels" in fields:
+        labels = [_row(item["labels"], torch.int64) for item in items]
+        batch["labels"] = _pad(labels, width - _label_shift(ids, labels), IGNORED_LABEL)
+    if "attention_mask" in fields:
+        masks = [_row(item["attention_mask"], torch.bool) for item in items]
+        batch["attention_mask"] = _pad(masks, width, False)
+    elif any(len(row) < width for row in ids):
+        lengths = torch.tensor([len(row) for row in ids])
+        batch["attention_mask"] = torch.arange(width) < lengths[:, None]
+    for name in fields - {"input_ids", "labels", "attention_mask"}:
+        batch[name] = collate_batch([item[name] for item in items])
+    return batch
+
+
+def _row(values: Any, dtype: torch.dtype) -> Tensor:
+    row = torch.as_tensor(values, dtype=dtype)
+    if row.ndim != 1:
+        raise DataError(f"a token sample must be one row of ids, not of shape {tuple(row.shape)}")
+    return row
+
+
+def _label_shift(ids: list[Tensor], labels: list[Tensor]) -> int:
+    shifts = {len(row) - len(targets) for row, targets in zip(ids, labels, strict=True)}
+    if shifts not in ({0}, {1}):
+        raise DataError(
+            "the labels of a sample must be as many as its input_ids, or in the whole batch one fewer; got "
+            + ", ".join(f"{len(t)} labels for {len(row)} ids" for row, t in zip(ids, labels, strict=True))
+        )
+    return shifts.pop()
+
+
+def _pad(rows: list[Tensor], width: int, filling: int) -> Tensor:
+    batch = rows[0].new_full((len(rows), width), filling)
+    for place, row in zip(batch, rows, strict=True):
+        place[: len(row)] = row
+    return batch

@@ -1,0 +1,150 @@
+"""Endless batches over any loader, with a position that can be saved and restored exactly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from speedtronic.errors import DataError
+
+_END = object()
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """A loader that knows its own position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last delivered batch."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next `iter` continue at a saved position."""
+
+
+def infinite_batches(loader: Iterable[Any]) -> Iterator[Any]:
+    """Batches of `loader`, pass after pass. Raises DataError when a whole pass yields nothing."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise _empty_pass()
+
+
+def _empty_pass() -> DataError:
+    return DataError(
+        "a whole pass over the data loader yielded no batch: the data is empty, smaller than a batch, or an "
+        "iterator that can be read only once"
+    )
+
+
+class BatchStream:
+    """What a training loop draws its batches from: endless, and resumable at any batch.
+
+    A loader with `state_dict` and `load_state_dict` keeps its own position. For any other the stream counts
+    batches and remembers the random number generators as they were when the epoch began; to resume, it begins
+    the epoch anew with them and drops the batches that were already used.
+
+    Args:
+        loader: any iterable of batches.
+        capture_rng: the state of all global random number generators, as a tree that a checkpoint can hold.
+        restore_rng: puts such a state back.
+        warn: told when an epoch has to be read again.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        capture_rng: Callable[[], dict[str, Any]],
+        restore_rng: Callable[[dict[str, Any]], None],
+        warn: Callable[[str], None] = _log.warning,
+    ) -> None:
+        self._loader = loader
+        self._capture_rng = capture_rng
+        self._restore_rng = restore_rng
+        self._warn = warn
+        self._batches: Iterator[Any] | None = None
+        self._rng_at_start: dict[str, Any] | None = None
+        self._epoch = 0
+        self._delivered = 0
+        self._resumed = False
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch. Raises DataError when a whole pass over the loader yields nothing."""
+        while True:
+            if self._batches is None:
+                self._batches = self._begin_pass()
+            batch = next(self._batches, _END)
+            if batch is not _END:
+                self._delivered += 1
+                return batch
+            self._end_pass()
+
+    def _begin_pass(self) -> Iterator[Any]:
+        if not isinstance(self._loader, StatefulLoader):
+            self._rng_at_start = self._capture_rng()
+        return iter(self._loader)
+
+    def _end_pass(self) -> None:
+        # A loader that was restored at the very end of its epoch rightly has nothing more to give in it.
+        if not self._delivered and not self._resumed:
+            raise _empty_pass()
+        self._batches = None
+        self._epoch += 1
+        self._delivered = 0
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that `next` returned."""
+        if isinstance(self._loader, StatefulLoader):
+            return {"loader": self._loader.state_dict()}
+        return {"epoch": self._epoch, "batches": self._delivered, "rng": self._rng_at_start}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was called. The global generators are left as they are.
+
+        Raises:
+            DataError: the state is that of another kind of loader, or the loader has become shorter.
+        """
+        if isinstance(self._loader, StatefulLoader) != ("loader" in state):
+            raise DataError(
+                "the checkpoint's data position was saved for another kind of loader (one with a state of "
+                "its own against one without); use the same kind again"
+            )
+        self._batches = None
+        self._delivered = 0
+        if isinstance(self._loader, StatefulLoader):
+            self._loader.load_state_dict(state["loader"])
+            self._resumed = True
+        else:
+            self._epoch = int(state["epoch"])
+            self._rng_at_start = state["rng"]
+            if state["batches"]:
+                self._replay(int(state["batches"]))
+
+    def _replay(self, batches: int) -> None:
+        self._warn(
+            f"the data loader keeps no position of its own: reading the first {batches} batches of epoch "
+            f"{self._epoch} again to continue after them"
+        )
+        now = self._capture_rng()
+        assert self._rng_at_start is not None
+        self._restore_rng(self._rng_at_start)
+        try:
+            self._batches = iter(self._loader)
+            for number in range(batches):
+                if next(self._batches, _END) is _END:
+                    raise DataError(
+                        f"the data loader ends after {number} batches, but the checkpoint was made after "
+                        f"{batches} of the same epoch: the data has changed"
+                    )
+        finally:
+            self._restore_rng(now)
+        self._delivered = batches

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from speedtronic.config import ConfigError, DataConfig, SpeedtronicConfig
+from speedtronic.data import (
+    CharTokenizer,
+    CorpusCharTokenizer,
+    ShardWriter,
+    Tokenizer,
+    TokenLoader,
+    build_data,
+    build_dataloader,
+)
+from speedtronic.errors import DataError, NotBuiltError
+
+TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea."
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEEDTRONIC_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def text_path(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return str(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    tokenizer = CharTokenizer()
+    with ShardWriter(tmp_path / "shards", tokenizer=tokenizer) as writer:
+        writer.write(tokenizer.encode_array(TEXT))
+    return str(tmp_path / "shards")
+
+
+def config(*, vocab_size: int = 256, block_size: int = 8, **data: Any) -> SpeedtronicConfig:
+    model = {"vocab_size": vocab_size, "max_seq_len": block_size}
+    return SpeedtronicConfig.from_dict({"model": model, "data": data})
+
+
+def labels(loader: TokenLoader | DataLoader[Any]) -> list[int]:
+    return [token for batch in loader for token in batch["labels"].flatten().tolist()]
+
+
+class Squares(Dataset[tuple[int, int]]):
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, index * index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An importable module with factories."""
+    module = ModuleType("some_user_data")
+    vars(module).update(
+        squares=lambda data: Squares(2 * data.micro_batch_size),
+        pair=lambda data: (Squares(6), Squares(3)),
+        stream=lambda data: Stream(),
+        streaming_validation=lambda data: (Squares(6), Stream()),
+        nothing=lambda data: 3,
+    )
+    monkeypatch.setitem(sys.modules, "some_user_data", module)
+    return "some_user_data"
+
+
+def test_without_a_source_data_is_synthetic_and_counted_in_tokens() -> None:
+    data = build_data(config(num_tokens=83, vocab_size=20), pin_memory=False)
+
+    assert isinstance(data.train, TokenLoader)
+    assert len(data.train) == 10
+    assert max(labels(data.train)) < 20
+    assert data.validation is None
+    assert data.tokenizer is None
+
+
+def test_text_is_read_as_bytes(text_path: str) -> None:
+    data = build_data(config(text_path=text_path), pin_memory=False)
+
+    assert labels(data.train) == list(TEXT.encode()[1:73])
+    assert data.tokenizer is not None
+    assert data.tokenizer.decode(labels(data.train)) == TEXT[1:73]
+
+
+def test_the_byte_tokenizer_names_no_ids_that_text_cannot_have(text_path: str) -> None:
+    data = build_data(config(text_path=text_path, vocab_size=512), pin_memory=False)
+
+    assert data.tokenizer is not None
+    assert data.tokenizer.vocab_size == 256
+
+
+def test_text_is_read_as_the_characters_that_it_has(text_path: str) -> None:
+    data = build_data(config(text_path=text_path, tokenizer="chars"), pin_memory=False)
+
+    assert isinstance(data.tokenizer, CorpusCharTokenizer)
+    assert data.tokenizer.vocab_size == len({*TEXT, "\0"})
+    assert data.tokenizer.decode(labels(data.train)) == TEXT[1:73]
+
+
+def test_shards_bring_their_own_tokenizer(shards: str) -> None:
+    data = build_data(config(shards=shards), pin_memory=False)
+
+    assert labels(data.train) == list(TEXT.encode()[1:73])
+    assert isinstance(data.tokenizer, CharTokenizer)
+
+
+def test_a_factory_builds_data_from_the_data_section(factory: str) -> None:
+    loader = build_data(config(dataset=f"{factory}:squares", micro_batch_size=2, target_batch_size=2), pin_memory=False)
+
+    assert [[field.tolist() for field in batch] for batch in loader.train] == [
+        [[0, 1], [0, 1]],
+        [[2, 3], [4, 9]],
+    ]
+
+
+def test_a_factory_may_bring_a_validation_part(factory: str) -> None:
+    data = build_data(config(dataset=f"{factory}:pair"), pin_memory=False)
+
+    assert data.validation is not None
+    assert (len(list(data.train)), len(data.validation)) == (6, 3)
+
+
+def test_a_factory_may_bring_a_stream(factory: str) -> None:
+    loader = build_data(config(dataset=f"{factory}:stream", micro_batch_size=2, target_batch_size=2), pin_memory=False)
+
+    assert [batch.tolist() for batch in loader.train] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) -> None:
+    loader = build_data(config(dataset=f"{factory}:stream"), pin_memory=False).train
+    before = torch.get_rng_state()
+
+    list(loader)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dataset": "no_such_module_here:make"}, ConfigError, "cannot import 'no_such_module_here'"),
+        ({"dataset": "some_user_data:gone"}, ConfigError, "has no 'gone'"),
+        ({"dataset": "some_user_data:nothing"}, ConfigError, "must return a Dataset.* not int"),
+        ({"dataset": "some_user_data:stream", "shuffle": True}, ConfigError, r"data\.shuffle"),
+        ({"dataset": "some_user_data:stream", "num_workers": 1}, NotBuiltError, r"data\.num_workers"),
+        (
+            {"dataset": "some_user_data:stream", "validation_fraction": 0.5},
+            ConfigError,
+            "needs data with a length",
+        ),
+        (
+            {"dataset": "some_user_data:pair", "validation_fraction": 0.5},
+            ConfigError,
+            "validation part already",
+        ),
+        ({"dataset": "some_user_data:streaming_validation"}, NotBuiltError, "must be map-style"),
+        ({"synthetic": False}, ConfigError, "no source"),
+        ({"num_tokens": 7}, DataError, r"data\.num_tokens is 7, less than one block of 8"),
+        ({"num_tokens": 8, "validation_fraction": 0.1}, DataError, "1 sample cannot be divided"),
+    ],
+)
+@pytest.mark.usefixtures("factory")
+def test_what_cannot_be_built_is_one_clear_error(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_data(config(**options), pin_memory=False)
+
+
+def test_a_tokenizer_file_is_refused_as_not_built_yet(text_path: str) -> None:
+    with pytest.raises(NotBuiltError, match=r"data\.tokenizer: 'gpt\.json'"):
+        build_data(config(text_path=text_path, tokenizer="gpt.json"), pin_memory=False)
+
+
+def test_a_vocabulary_too_small_for_the_tokenizer_names_both(shards: str, text_path: str) -> None:
+    with pytest.raises(DataError, match=r"vocabulary of 256, but data\.vocab_size is 128; set model\.vocab_size"):
+        build_data(config(shards=shards, vocab_size=128), pin_memory=False)
+    with pytest.raises(DataError, match=r"vocabulary of \d+, but data\.vocab_size is 10"):
+        build_data(config(text_path=text_path, tokenizer="chars", vocab_size=10), pin_memory=False)
+    with pytest.raises(DataError, match="does not fit a vocabulary of 64"):
+        build_data(config(text_path=text_path, vocab_size=64), pin_memory=False)
+
+
+def test_missing_shards_say_how_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"speedtronic data prepare .*--out {tmp_path / 'none'}"):
+        build_data(config(shards=str(tmp_path / "none")), pin_memory=False)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.99])
+@pytest.mark.parametrize("source", ["text", "chars", "shards"])
+def test_the_held_out_tail_shares_no_target_with_training(
+    text_path: str, shards: str, source: str, fraction: float
+) -> None:
+    sources = {
+        "text": {"text_path": text_path},
+        "chars": {"text_path": text_path, "tokenizer": "chars"},
+        "shards": {"shards": shards},
+    }
+    data = build_data(config(**sources[source], validation_fraction=fraction), pin_memory=False)
+    assert data.tokenizer is not None
+    assert data.validation is not None
+
+    train, validation = labels(data.train), labels(data.validation)
+
+    assert data.tokenizer.decode(train + validation) == TEXT[1:73]
+    assert len(validation) == 8 * max(1, int(9 * fraction))
+
+
+def test_the_validation_loader_is_sequential_and_complete(text_path: str) -> None:
+    data = build_data(
+        config(
+            text_path=text_path,
+            validation_fraction=0.6,
+            shuffle=True,
+            micro_batch_size=2,
+            target_batch_size=2,
+        ),
+        pin_memory=False,
+    )
+    assert data.validation is not None
+
+    assert [len(batch["labels"]) for batch in data.validation] == [2, 2, 1]
+    data.validation.restart()
+    assert labels(data.validation) == list(TEXT.encode()[33:73])
+
+
+def test_held_out_samples_of_a_factory_are_its_last(factory: str) -> None:
+    data = build_data(
+        config(dataset=f"{factory}:squares", micro_batch_size=5, target_batch_size=5, validation_fraction=0.2),
+        pin_memory=False,
+    )
+    assert data.validation is not None
+
+    assert [batch[0].tolist() for batch in data.validation] == [[8, 9]]
+
+
+def test_a_loader_is_built_from_the_data_section_alone(text_path: str) -> None:
+    loader = build_dataloader(DataConfig(text_path=text_path, block_size=8, micro_batch_size=3, target_batch_size=3))
+
+    assert next(iter(loader))["input_ids"].shape == (3, 8)
+
+
+def test_the_section_of_a_loaded_config_keeps_its_resolved_sizes(text_path: str) -> None:
+    loader = build_dataloader(config(text_path=text_path, block_size=16).data)
+
+    assert next(iter(loader))["input_ids"].shape == (1, 16)
+
+
+def test_a_dataset_at_hand_takes_the_place_of_the_configured_source() -> None:
+    loader = build_dataloader(
+        config(text_path="unused.txt", micro_batch_size=4, target_batch_size=4), dataset=Squares()
+    )
+
+    assert [batch[1].tolist() for batch in loader] == [[0, 1, 4, 9], [16, 25, 36, 49]]
+
+
+def test_a_tokenizer_at_hand_takes_the_place_of_the_configured_one(text_path: str) -> None:
+    tokenizer: Tokenizer = CorpusCharTokenizer(TEXT)
+
+    loader = build_dataloader(config(text_path=text_path), tokenizer=tokenizer)
+
+    assert tokenizer.decode(labels(loader)) == TEXT[1:73]
+
+
+def test_a_vocabulary_at_hand_takes_the_place_of_the_configured_one(text_path: str) -> None:
+    assert max(labels(build_dataloader(config(num_tokens=80), vocab_size=5))) == 4
+    with pytest.raises(DataError, match="vocabulary of 50"):
+        build_dataloader(config(text_path=text_path), vocab_size=50)
+
+
+@pytest.mark.parametrize(
+    ("configured", "device", "pinned"), [(None, True, True), (None, False, False), (False, True, False)]
+)
+def test_memory_is_pinned_as_configured_or_else_as_the_device_wants(
+    monkeypatch: pytest.MonkeyPatch, configured: bool | None, device: bool, pinned: bool
+) -> None:
+    asked: list[bool] = []
+
+    class Spy(TokenLoader):
+        def __init__(self, *args: Any, pin_memory: bool, **options: Any) -> None:
+            asked.append(pin_memory)
+            super().__init__(*args, pin_memory=False, **options)
+
+    monkeypatch.setattr("speedtronic.data.build.TokenLoader", Spy)
+
+    build_dataloader(config(pin_memory=configured), pin_memory_device=device)
+
+    assert asked == [pinned]
+
+
+def test_a_loader_built_from_a_config_leaves_out_the_held_out_part(text_path: str) -> None:
+    assert labels(build_dataloader(config(text_path=text_path, validation_fraction=0.2))) == list(TEXT.encode()[1:65])

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from speedtronic.data import collate_batch, collate_causal
+from speedtronic.errors import DataError
+
+
+def test_shorter_rows_are_padded_and_masked() -> None:
+    batch = collate_causal([{"input_ids": [5, 6, 7], "labels": [6, 7, 8]}, {"input_ids": [9], "labels": [10]}])
+
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [9, 0, 0]]
+    assert batch["labels"].tolist() == [[6, 7, 8], [10, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[True, True, True], [True, False, False]]
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert batch["attention_mask"].dtype == torch.bool
+
+
+def test_rows_of_equal_length_need_no_mask() -> None:
+    batch = collate_causal([{"input_ids": [1, 2], "labels": [2, 3]}] * 2)
+
+    assert batch.keys() == {"input_ids", "labels"}
+
+
+def test_labels_may_be_one_shorter_than_their_ids() -> None:
+    batch = collate_causal([{"input_ids": [1, 2, 3], "labels": [2, 3]}, {"input_ids": [4, 5], "labels": [5]}])
+
+    assert batch["labels"].tolist() == [[2, 3], [5, -100]]
+
+
+def test_labels_may_be_absent() -> None:
+    assert collate_causal([{"input_ids": [1]}, {"input_ids": [2]}]).keys() == {"input_ids"}
+
+
+def test_masks_that_samples_bring_are_padded() -> None:
+    batch = collate_causal(
+        [
+            {"input_ids": [1, 2], "attention_mask": [False, True]},
+            {"input_ids": [3], "attention_mask": [True]},
+        ]
+    )
+
+    assert batch["attention_mask"].tolist() == [[False, True], [True, False]]
+
+
+def test_other_fields_are_stacked() -> None:
+    batch = collate_causal([{"input_ids": [1], "weight": 0.5}, {"input_ids": [2], "weight": 2.0}])
+
+    assert batch["weight"].tolist() == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+def test_rows_may_be_lists_arrays_or_tensors(make: Any) -> None:
+    batch = collate_batch([{"input_ids": make([1, 2]), "labels": make([2, 3])}] * 2)
+
+    assert batch["input_ids"].tolist() == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([], "no samples"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], "different fields"),
+        ([{"input_ids": [1, 2], "labels": [1, 2, 3]}], "3 labels for 2 ids"),
+        (
+            [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [1]}],
+            "1 labels for 2 ids",
+        ),
+        ([{"input_ids": [[1, 2]]}], r"one row of ids, not of shape \(1, 2\)"),
+    ],
+)
+def test_samples_that_make_no_batch_are_refused(items: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        collate_causal(items)
+
+
+def test_tuples_of_equal_width_are_stacked_field_by_field() -> None:
+    inputs, targets = collate_batch([(torch.ones(3), 1), (torch.zeros(3), 0)])
+
+    assert inputs.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert targets.tolist() == [1, 0]
+
+
+def test_tensors_arrays_and_numbers_are_stacked() -> None:
+    assert collate_batch([torch.tensor([1, 2]), torch.tensor([3, 4])]).tolist() == [[1, 2], [3, 4]]
+    assert collate_batch([np.array([1.5]), np.array([2.5])]).tolist() == [[1.5], [2.5]]
+    assert collate_batch([1, 2]).tolist() == [1, 2]
+
+
+def test_mappings_without_ids_are_stacked_field_by_field() -> None:
+    assert collate_batch([{"x": 1.0, "y": 0}, {"x": 2.0, "y": 1}])["y"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("items", [[], [torch.ones(2), torch.ones(3)], [object()]])
+def test_samples_that_cannot_be_stacked_are_refused(items: list[Any]) -> None:
+    with pytest.raises(DataError, match=r"no samples|cannot be stacked"):
+        collate_batch(items)

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from speedtronic.data import SyntheticTokenDataset, TextFileTokenDataset, TokenLoader
+from speedtronic.errors import DataError
+
+
+class Numbers(Dataset[int]):
+    """Sample i is i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Noise(Numbers):
+    """Random samples, from each of the three generators that augmentation code draws from."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([random.random(), np.random.random(), torch.rand(()).item()], dtype=torch.float64)
+
+
+class ProcessIds(Numbers):
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.005)  # so that one worker cannot serve everything
+        return os.getpid()
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise DataError("sample 3 is bad")
+        return index
+
+
+@contextmanager
+def closing(loader: TokenLoader) -> Iterator[TokenLoader]:
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def epoch(loader: TokenLoader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [sample for batch in batches for sample in batch]
+
+
+def stream(loader: TokenLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def test_an_epoch_delivers_every_sample_once_in_a_new_order() -> None:
+    loader = TokenLoader(Numbers(12), 4, shuffle=True, seed=1)
+
+    first, second = flat(epoch(loader)), flat(epoch(loader))
+
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+
+
+def test_without_shuffling_the_order_is_that_of_the_dataset() -> None:
+    assert epoch(TokenLoader(Numbers(6), 2)) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_drop_last_leaves_out_the_batch_that_is_not_full() -> None:
+    dropping, keeping = TokenLoader(Numbers(7), 3), TokenLoader(Numbers(7), 3, drop_last=False)
+
+    assert epoch(dropping) == [[0, 1, 2], [3, 4, 5]]
+    assert epoch(keeping) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert (len(dropping), len(keeping)) == (2, 3)
+    assert dropping.epoch == keeping.epoch == 1
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("done", [0, 1, 4, 5, 6, 11])
+def test_a_saved_position_continues_the_same_data_order(done: int, drop_last: bool) -> None:
+    def loader() -> TokenLoader:
+        return TokenLoader(Numbers(11), 2, shuffle=True, seed=4, drop_last=drop_last)
+
+    straight = [batch.tolist() for batch in islice(stream(loader()), 20)]
+    interrupted = loader()
+    list(islice(stream(interrupted), done))
+    resumed = loader()
+    resumed.load_state_dict(interrupted.state_dict())
+
+    assert [batch.tolist() for batch in islice(stream(resumed), 20 - done)] == straight[done:]
+
+
+def test_workers_deliver_what_one_process_does_and_save_the_same_position() -> None:
+    dataset = SyntheticTokenDataset(10, 4, 50, 0)
+    alone = TokenLoader(dataset, 2, shuffle=True, seed=4)
+    with closing(TokenLoader(dataset, 2, shuffle=True, seed=4, num_workers=2)) as working:
+        for theirs, ours in islice(zip(stream(working), stream(alone), strict=True), 12):
+            assert torch.equal(theirs["input_ids"], ours["input_ids"])
+            assert torch.equal(theirs["labels"], ours["labels"])
+            assert working.state_dict() == alone.state_dict()
+        position = alone.state_dict()
+        expected = next(iter(alone))
+        list(islice(stream(working), 3))
+
+        working.load_state_dict(position)
+
+        assert torch.equal(next(iter(working))["input_ids"], expected["input_ids"])
+
+
+def test_another_batch_size_continues_with_the_same_samples() -> None:
+    first = TokenLoader(Numbers(24), 4, shuffle=True, seed=2)
+    order = flat(epoch(TokenLoader(Numbers(24), 4, shuffle=True, seed=2)))
+    list(islice(stream(first), 2))
+
+    second = TokenLoader(Numbers(24), 2, shuffle=True, seed=2)
+    second.load_state_dict(first.state_dict())
+
+    assert flat(epoch(second)) == order[8:]
+
+
+def test_a_rest_too_small_for_the_new_batch_size_begins_the_next_epoch() -> None:
+    first = TokenLoader(Numbers(10), 2)
+    list(islice(stream(first), 4))
+    second = TokenLoader(Numbers(10), 4)
+
+    second.load_state_dict(first.state_dict())
+
+    assert (second.epoch, next(iter(second)).tolist()) == (1, [0, 1, 2, 3])
+
+
+def test_a_new_iterator_continues_at_the_position() -> None:
+    loader = TokenLoader(Numbers(6), 2)
+
+    assert next(iter(loader)).tolist() == [0, 1]
+    assert epoch(loader) == [[2, 3], [4, 5]]
+    assert epoch(loader) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_restart_begins_every_pass_with_the_same_batches() -> None:
+    loader = TokenLoader(Noise(4), 2)
+
+    first = [batch.tolist() for batch in loader]
+    loader.restart()
+    again = next(iter(loader)).tolist()
+    loader.restart()
+
+    assert again == first[0]
+    assert [batch.tolist() for batch in loader] == first
+
+
+def test_a_position_far_into_a_huge_dataset_is_reached_at_once() -> None:
+    dataset = SyntheticTokenDataset(10**12, 4, 50, 0)
+    loader = TokenLoader(dataset, 4, shuffle=True, seed=0)
+    state = {**loader.state_dict(), "epoch": 10**6, "samples": 10**11}
+    began = time.perf_counter()
+
+    loader.load_state_dict(state)
+    batch = next(iter(loader))
+
+    assert batch["input_ids"].shape == (4, 4)
+    assert loader.state_dict()["samples"] == 10**11 + 4
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_generators_are_neither_drawn_from_nor_changed(num_workers: int) -> None:
+    def state() -> Any:
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+    before = state()
+    with closing(TokenLoader(Noise(6), 2, shuffle=True, num_workers=num_workers)) as loader:
+        list(islice(stream(loader), 5))
+
+    assert state() == before
+
+
+def noise(num_workers: int, seed: int, epochs: int = 2) -> list[list[float]]:
+    with closing(TokenLoader(Noise(8), 2, seed=seed, num_workers=num_workers)) as loader:
+        batches = list(islice(stream(loader), 4 * epochs))
+    return [row for batch in batches for row in batch.tolist()]
+
+
+def test_workers_repeat_neither_each_other_nor_an_epoch_but_repeat_with_the_seed() -> None:
+    rows = noise(num_workers=2, seed=1)
+
+    for generator in range(3):
+        assert len({row[generator] for row in rows}) == 16
+    assert rows == noise(num_workers=2, seed=1)
+    assert rows == noise(num_workers=0, seed=1)
+    assert rows != noise(num_workers=0, seed=2)
+
+
+def test_workers_stay_alive_from_epoch_to_epoch_and_end_with_close() -> None:
+    loader = TokenLoader(ProcessIds(4), 1, num_workers=2)
+    first, second = {*flat(epoch(loader))}, {*flat(epoch(loader))}
+    loader.restart()
+    third = {*flat(epoch(loader))}
+
+    loader.close()
+
+    assert first == second == third
+    assert len(first) == 2
+    for process in first:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    assert len(epoch(loader)) == 4  # iterating again starts new workers
+    loader.close()
+
+
+def test_an_interrupt_of_the_whole_terminal_leaves_the_workers_at_work() -> None:
+    with closing(TokenLoader(ProcessIds(8), 1, num_workers=2)) as loader:
+        batches = stream(loader)
+        processes = {next(batches).item() for _ in range(4)}
+
+        for process in processes:
+            os.kill(process, signal.SIGINT)
+
+        assert {next(batches).item() for _ in range(20)} == processes
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_data_in_a_worker_is_the_same_one_line_error(num_workers: int) -> None:
+    with closing(TokenLoader(Failing(6), 2, num_workers=num_workers)) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(DataError) as failure:
+            next(batches)
+
+        assert str(failure.value) == "sample 3 is bad"
+        assert loader.state_dict()["samples"] == 2
+
+
+@pytest.mark.slow
+def test_what_a_spawned_worker_needs_pickles(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("some text to train on " * 5)
+    dataset = TextFileTokenDataset(path, 4)
+    alone = TokenLoader(dataset.part(2, 10), 2, shuffle=True)
+    next(iter(alone))  # maps the file
+    alone.restart()
+    spawning = TokenLoader(dataset.part(2, 10), 2, shuffle=True, num_workers=1, multiprocessing_context="spawn")
+
+    with closing(spawning) as loader:
+        for theirs, ours in zip(loader, alone, strict=True):
+            assert torch.equal(theirs["labels"], ours["labels"])
+
+
+def test_other_data_is_refused_by_checksum_naming_both() -> None:
+    state = TokenLoader(SyntheticTokenDataset(10, 4, 50, seed=0), 2).state_dict()
+    other = TokenLoader(SyntheticTokenDataset(20, 4, 50, seed=0), 2)
+
+    with pytest.raises(DataError, match=r"20 samples with checksum \w+ now, 10 samples with checksum"):
+        other.load_state_dict(state)
+
+
+def test_a_changed_order_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    state = TokenLoader(Numbers(10), 2, seed=0).state_dict()
+    other = TokenLoader(Numbers(10), 2, seed=1, shuffle=True)
+
+    other.load_state_dict(state)
+
+    assert "data.seed, data.shuffle" in caplog.text
+
+
+def test_a_dataset_is_recognised_by_its_fingerprint_or_else_by_type_and_length() -> None:
+    class Named(Numbers):
+        fingerprint = "my data"
+
+    def of(dataset: Dataset[int]) -> str:
+        return TokenLoader(dataset, 1).fingerprint
+
+    assert of(Named(3)) == "my data"
+    assert of(Numbers(3)) == of(Numbers(3))
+    assert len({of(Numbers(3)), of(Numbers(4)), of(Noise(3)), of(Subset(Numbers(4), range(3)))}) == 4
+
+
+def test_sizes_that_give_no_batch_are_refused() -> None:
+    with pytest.raises(DataError, match=r"3 samples, fewer than one batch of 4, and drop_last"):
+        TokenLoader(Numbers(3), 4)
+    with pytest.raises(DataError, match="the dataset is empty"):
+        TokenLoader(Numbers(0), 4, drop_last=False)
+    with pytest.raises(DataError, match="batch_size must be at least 1, not 0"):
+        TokenLoader(Numbers(3), 0)
+    assert len(TokenLoader(Numbers(3), 4, drop_last=False)) == 1
+
+
+def test_a_dataset_without_a_length_is_refused() -> None:
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(int, 1)
+
+    with pytest.raises(DataError, match="Endless has no length"):
+        TokenLoader(Endless(), 1)

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from speedtronic.data import BatchStream, SyntheticTokenDataset, TokenLoader, infinite_batches
+from speedtronic.errors import DataError
+
+
+def capture_rng() -> dict[str, Any]:
+    return {"python": random.getstate(), "torch": torch.get_rng_state()}
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+
+
+def batch_stream(loader: Any) -> BatchStream:
+    return BatchStream(loader, capture_rng=capture_rng, restore_rng=restore_rng)
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Ten samples with noise from the global generator."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + 0.1 * torch.rand(1)
+
+
+def foreign_loader() -> DataLoader[torch.Tensor]:
+    return DataLoader(Augmented(), batch_size=2, shuffle=True)
+
+
+def test_infinite_batches_cycles() -> None:
+    assert list(islice(infinite_batches([1, 2, 3]), 7)) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_a_pass_that_yields_nothing_is_an_error_the_first_time() -> None:
+    with pytest.raises(DataError, match="a whole pass over the data loader yielded no batch"):
+        next(infinite_batches([]))
+    with pytest.raises(DataError, match="yielded no batch"):
+        next(batch_stream([]))
+
+
+def test_a_pass_that_yields_nothing_is_an_error_later_too() -> None:
+    batches = infinite_batches(iter([1, 2]))
+    assert [next(batches), next(batches)] == [1, 2]
+    with pytest.raises(DataError, match="yielded no batch"):
+        next(batches)
+
+    stream = batch_stream(iter([1]))
+    next(stream)
+    with pytest.raises(DataError, match="can be read only once"):
+        next(stream)
+
+
+def test_a_stream_goes_on_from_pass_to_pass() -> None:
+    assert list(islice(batch_stream([1, 2]), 5)) == [1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 5, 7])
+def test_our_loader_continues_at_its_own_position(done: int) -> None:
+    def stream() -> BatchStream:
+        return batch_stream(TokenLoader(SyntheticTokenDataset(10, 4, 50, 0), 2, shuffle=True, seed=3))
+
+    straight = [batch["labels"].tolist() for batch in islice(stream(), 12)]
+    interrupted = stream()
+    list(islice(interrupted, done))
+    resumed = stream()
+    resumed.load_state_dict(interrupted.state_dict())
+
+    assert [batch["labels"].tolist() for batch in islice(resumed, 12 - done)] == straight[done:]
+
+
+def train(stream: BatchStream, steps: int) -> list[Any]:
+    """Steps that draw from the same generators as the data does, as dropout would."""
+    return [(next(stream).tolist(), torch.rand(2).tolist(), random.random()) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 5, 6, 10, 13])
+def test_a_foreign_loader_is_replayed_exactly(done: int) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    straight = train(batch_stream(foreign_loader()), 16)
+
+    torch.manual_seed(0)
+    random.seed(0)
+    interrupted = batch_stream(foreign_loader())
+    assert train(interrupted, done) == straight[:done]
+    state, rng = interrupted.state_dict(), capture_rng()
+
+    torch.manual_seed(99)
+    resumed = batch_stream(foreign_loader())
+    resumed.load_state_dict(state)
+    restore_rng(rng)
+
+    assert train(resumed, 16 - done) == straight[done:]
+
+
+def test_a_replay_warns_and_leaves_the_generators_as_they_are() -> None:
+    interrupted = batch_stream(foreign_loader())
+    list(islice(interrupted, 7))
+    warnings: list[str] = []
+    resumed = BatchStream(foreign_loader(), capture_rng=capture_rng, restore_rng=restore_rng, warn=warnings.append)
+    before = capture_rng()
+
+    resumed.load_state_dict(interrupted.state_dict())
+
+    assert len(warnings) == 1
+    assert "the first 2 batches of epoch 1 again" in warnings[0]
+    assert torch.equal(capture_rng()["torch"], before["torch"])
+    assert capture_rng()["python"] == before["python"]
+
+
+def test_a_loader_that_has_become_shorter_is_an_error() -> None:
+    interrupted = batch_stream([1, 2, 3])
+    list(islice(interrupted, 3))
+
+    with pytest.raises(DataError, match="ends after 2 batches, but the checkpoint was made after 3"):
+        batch_stream([1, 2]).load_state_dict(interrupted.state_dict())
+
+
+def test_the_state_of_another_kind_of_loader_is_refused() -> None:
+    ours = batch_stream(TokenLoader(SyntheticTokenDataset(10, 4, 50, 0), 2))
+
+    with pytest.raises(DataError, match="another kind of loader"):
+        ours.load_state_dict(batch_stream([1]).state_dict())
+    with pytest.raises(DataError, match="another kind of loader"):
+        batch_stream([1]).load_state_dict(ours.state_dict())
+
+
+class Stateful:
+    """A loader of the kind that, restored at the end of its epoch, first finishes that epoch with nothing."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 3:
+            self.position += 1
+            yield self.position
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_a_loader_restored_at_the_end_of_its_epoch_begins_the_next() -> None:
+    interrupted = batch_stream(Stateful())
+    assert list(islice(interrupted, 3)) == [1, 2, 3]
+    resumed = batch_stream(Stateful())
+
+    resumed.load_state_dict(interrupted.state_dict())
+
+    assert list(islice(resumed, 4)) == [1, 2, 3, 1]
