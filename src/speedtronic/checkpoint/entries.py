@@ -1,0 +1,118 @@
+"""What checkpoints a folder holds, by a quick look: names, manifests and sizes, not contents."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speedtronic.checkpoint.files import FileSystem
+from speedtronic.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from speedtronic.errors import CheckpointError
+
+_NAME = re.compile(r"step_(?P<step>\d{12,})(?:-(?P<run>[0-9a-f]{8})(?:-new)?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry:
+    """One checkpoint in a folder.
+
+    Attributes:
+        path: its folder.
+        step: the global step, from its name.
+        size: bytes of the files in it.
+        manifest: what it says of itself, or None when that cannot be read.
+        problem: what is wrong with it, or None when all its files are there in full.
+    """
+
+    path: Path
+    step: int
+    size: int
+    manifest: Manifest | None
+    problem: str | None
+
+    @property
+    def run_id(self) -> str:
+        """The run it belongs to; empty when that cannot be read."""
+        return self.manifest.run_id if self.manifest else ""
+
+    @property
+    def sequence(self) -> int:
+        """Its place among the saves of its run; 0 when that cannot be read."""
+        return self.manifest.sequence if self.manifest else 0
+
+    def may_belong_to(self, run_id: str) -> bool:
+        """Whether it is of this run, or does not tell."""
+        if self.manifest is not None:
+            return self.manifest.run_id == run_id
+        match = _NAME.fullmatch(self.path.name)
+        return match is None or match["run"] is None or run_id.startswith(match["run"])
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:012d}"
+
+
+def scan(fs: FileSystem, directory: Path) -> list[CheckpointEntry]:
+    """All checkpoints in a folder, of every run, by step; none when there is no such folder."""
+    if not directory.is_dir():
+        return []
+    found = [inspect(fs, path) for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    # A run that is training may have removed one in the meantime.
+    still_there = [entry for entry in found if os.path.lexists(entry.path)]
+    return sorted(still_there, key=lambda entry: (entry.step, entry.path.name))
+
+
+def inspect(fs: FileSystem, path: Path) -> CheckpointEntry:
+    """Look at one checkpoint. Whatever is wrong is told in the entry, not raised."""
+    match = _NAME.fullmatch(path.name)
+    step = int(match["step"]) if match else 0
+    try:
+        if match is None or path.is_symlink() or not path.is_dir():
+            raise CheckpointError("it is not a folder named as checkpoints are")
+        manifest = read_manifest(fs, path)
+        if manifest.step != step:
+            raise CheckpointError(f"{MANIFEST} says step {manifest.step}")
+    except CheckpointError as error:
+        return CheckpointEntry(path, step, _size_of(path), None, str(error))
+    return CheckpointEntry(path, step, _size_of(path), manifest, _missing_or_cut(path, manifest))
+
+
+def of_run(entries: Sequence[CheckpointEntry], run_id: str) -> list[CheckpointEntry]:
+    """One run's readable checkpoints, in the order they were saved, newest first."""
+    return [entry for entry in newest_first(entries) if entry.run_id == run_id]
+
+
+def newest_first(entries: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
+    """Readable checkpoints, newest first. Within a run the count of saves decides, which needs no clock."""
+    last_saved: dict[str, str] = {}
+    for entry in entries:
+        if entry.manifest is not None:
+            last_saved[entry.run_id] = max(entry.manifest.time, last_saved.get(entry.run_id, ""))
+    readable = [entry for entry in entries if entry.manifest is not None]
+    return sorted(readable, key=lambda entry: (last_saved[entry.run_id], entry.run_id, entry.sequence), reverse=True)
+
+
+def _missing_or_cut(path: Path, manifest: Manifest) -> str | None:
+    for name, record in manifest.files.items():
+        try:
+            status = (path / name).lstat()
+        except OSError as error:
+            return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error.strerror}"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name} is not a plain file"
+        if status.st_size != record.size:
+            return f"{name} has {status.st_size} bytes instead of {record.size}"
+    return None
+
+
+def _size_of(path: Path) -> int:
+    if path.is_symlink():
+        return 0
+    try:
+        return sum(file.lstat().st_size for file in path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return 0

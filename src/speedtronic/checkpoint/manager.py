@@ -1,0 +1,484 @@
+"""`CheckpointManager`: a folder of checkpoints that always holds a sound one once there was one.
+
+    checkpoints/
+        step_000000000500/      one checkpoint:
+            model.safetensors       the model's tensors, under their own names
+            state.safetensors       all other tensors
+            state.json              everything else, and where the tensors go
+            manifest.json           sizes, checksums, step, run, versions
+        step_000000001000/
+        latest.json             names the newest, and its run
+
+A checkpoint is written into a temporary folder, each file flushed to the disk, the manifest last, and
+renamed into place. Several runs may use one folder, one after the other: each names itself by a random run
+id, loads what `latest.json`'s run left, and never overwrites or removes what another run wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from speedtronic.checkpoint.entries import (
+    CheckpointEntry,
+    checkpoint_name,
+    inspect,
+    newest_first,
+    of_run,
+    scan,
+)
+from speedtronic.checkpoint.files import FileSystem, copy_file, ensure_directory, replace_file, write_file
+from speedtronic.checkpoint.lock import process_is_alive
+from speedtronic.checkpoint.manifest import (
+    FILES,
+    MANIFEST,
+    Manifest,
+    NewerFormatError,
+    Pointer,
+    current_versions,
+    read_pointer,
+)
+from speedtronic.checkpoint.snapshot import Snapshot, check_files, read_state, take_snapshot, write_snapshot
+from speedtronic.errors import CheckpointError
+
+LATEST = "latest.json"
+_TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
+_PICKLES = "*.pt"
+
+# Temporary folders that this process is filling: a process id in a name may be this one's by reuse.
+_being_written: set[Path] = set()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class CheckpointManager:
+    """Saves, finds, loads and prunes the checkpoints in a folder.
+
+    Args:
+        directory: the folder; made at the first save.
+        every_steps: cadence of `should_save`, at least 1.
+        keep_last: how many of this run's checkpoints `prune` leaves, at least 1; None keeps all.
+        enabled: False makes `should_save` always False and `save` an error; loading works.
+        warn: told of a damaged checkpoint that was passed over, and of old ones that could not be removed.
+        fs: the file system operations.
+        now: the time in UTC.
+
+    Attributes:
+        run_id: hex; names this run in its checkpoints. Random at first; `load_latest` takes over the loaded
+            run's.
+
+    Raises:
+        CheckpointError: a cadence or a count below 1.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every_steps: int = 500,
+        keep_last: int | None = 3,
+        enabled: bool = True,
+        warn: Callable[[str], None] = _warn,
+        fs: FileSystem | None = None,
+        now: Callable[[], datetime] = _utc_now,
+    ) -> None:
+        if every_steps < 1:
+            raise CheckpointError(f"checkpoint.every_steps: must be at least 1, got {every_steps}")
+        if keep_last is not None and keep_last < 1:
+            raise CheckpointError(f"checkpoint.keep_last: must be at least 1, or null to keep all; got {keep_last}")
+        self.directory = Path(directory)
+        self.every_steps = every_steps
+        self.keep_last = keep_last
+        self.enabled = enabled
+        # Not from the seeded generators: two runs of one seed are two runs.
+        self.run_id = secrets.token_hex(16)
+        self._warn = warn
+        self._fs = fs or FileSystem()
+        self._now = now
+        self._saves = 0
+        self._sound: set[Path] = set()
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: Future[Path] | None = None
+        self._failure: BaseException | None = None
+
+    def should_save(self, step: int) -> bool:
+        return self.enabled and step > 0 and step % self.every_steps == 0
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Write a checkpoint, then remove those that `keep_last` no longer covers.
+
+        Args:
+            step: the global step, at least 0. A checkpoint of this run at the same step is replaced.
+            state: a tree of dicts (string or integer keys), lists, tuples, None, bool, int, float, str,
+                bytes, tensors and numpy arrays. `state["model"]` goes into a safetensors file of its own;
+                the manifest takes the loss from `state["metrics"]["loss"]` and the fingerprint of
+                `state["config"]`, where they are.
+
+        Returns:
+            The checkpoint's folder, durable.
+
+        Raises:
+            CheckpointError: the manager is disabled, or something in the state cannot be saved; the message
+                names it.
+            OSError: the disk is full, or failed. The checkpoints that were there remain, and no
+                half-written one.
+        """
+        self._require_enabled()
+        self._settle()
+        return self._write(step, take_snapshot(state, copy=False))
+
+    def save_async(self, step: int, state: dict[str, Any]) -> Future[Path]:
+        """Like `save`, but a background thread writes, from copies of the tensors taken before this returns.
+
+        One save is on its way at a time: a former one that still is, is waited for first.
+
+        Returns:
+            The future path. `wait` raises what the save raised, whether or not the future was asked.
+
+        Raises:
+            CheckpointError: the manager is disabled, or something in the state cannot be saved; the message
+                names it.
+        """
+        self._require_enabled()
+        self._settle()
+        snapshot = take_snapshot(state, copy=True)
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
+        self._pending = self._writer.submit(self._write, step, snapshot)
+        return self._pending
+
+    def wait(self) -> None:
+        """Return when no save is on its way.
+
+        Raises:
+            OSError, CheckpointError: what the first background save that failed since the last `wait` raised.
+        """
+        self._settle()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def load_latest(self) -> dict[str, Any] | None:
+        """The state in the newest sound checkpoint of the run that `latest.json` names.
+
+        Tensors are on the CPU. Every byte is compared with the manifest's checksums. A damaged checkpoint is
+        passed over, with a warning, for the next older one of the same run. Without a readable `latest.json`
+        it is the newest sound one of any run. The manager goes on as the loaded run: it takes over its
+        `run_id`.
+
+        Returns:
+            The state, equal to what was saved; None when the folder has no checkpoint.
+
+        Raises:
+            CheckpointError: there are checkpoints but none is sound, or they are of a newer format, or only
+                `.pt` files of version 2.0.
+        """
+        self._settle()
+        self._clean()
+        entries = self.entries()
+        if not entries:
+            self._refuse_pickles()
+            return None
+        pointer = self._pointer()
+        if pointer is None:
+            self._warn(f"{self.directory / LATEST} is missing or damaged; looking for the newest sound checkpoint")
+        damaged: list[CheckpointEntry] = []
+        for entry in _candidates(entries, pointer):
+            try:
+                state = self._read(entry)
+            except (CheckpointError, OSError) as error:
+                damaged.append(replace(entry, problem=str(error)))
+            else:
+                self._adopt(entry, entries)
+                self._warn_of(damaged, entries, entry)
+                return state
+        raise CheckpointError(self._none_sound(damaged, entries))
+
+    def latest_path(self) -> Path | None:
+        """The folder that `load_latest` would try first, by a quick look; None when there is none."""
+        self._settle()
+        entries = self.entries()
+        candidates = _candidates(entries, self._pointer()) if entries else []
+        return next((entry.path for entry in candidates if entry.problem is None), None)
+
+    def prune(self) -> list[Path]:
+        """Remove this run's checkpoints beyond the `keep_last` newest, but never its newest sound one.
+
+        Returns:
+            The folders that were removed.
+
+        Raises:
+            OSError: one could not be removed.
+        """
+        self._settle()
+        return self._prune()
+
+    def copy_to(self, destination: str | os.PathLike[str]) -> Path:
+        """Copy the newest sound checkpoint into another folder, durably, so that a manager there loads it.
+
+        Args:
+            destination: a folder for checkpoints; made when absent.
+
+        Returns:
+            The copy's folder in it.
+
+        Raises:
+            CheckpointError: there is none to copy.
+            OSError: the disk is full, or failed; no half-written copy is left.
+        """
+        self._settle()
+        entries = self.entries()
+        entry = self._newest_sound(_candidates(entries, self._pointer())) if entries else None
+        if entry is None or entry.manifest is None:
+            raise CheckpointError(f"{self.directory}: there is no sound checkpoint to copy")
+        other = CheckpointManager(destination, fs=self._fs, warn=self._warn)
+        return other._receive(entry.path, entry.manifest)
+
+    def entries(self) -> list[CheckpointEntry]:
+        """All checkpoints in the folder, of every run, by step; a quick look at each."""
+        return scan(self._fs, self.directory)
+
+    def verify(self, path: str | os.PathLike[str]) -> Manifest:
+        """Read a whole checkpoint and compare it with its manifest.
+
+        Raises:
+            CheckpointError: it is damaged; the message says how.
+            OSError: the disk failed.
+        """
+        entry = inspect(self._fs, Path(path))
+        if entry.manifest is None:
+            raise CheckpointError(f"{path}: {entry.problem}")
+        try:
+            check_files(self._fs, entry.path, entry.manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        return entry.manifest
+
+    def _require_enabled(self) -> None:
+        if not self.enabled:
+            raise CheckpointError("checkpointing is off (checkpoint.enabled: false); there is nothing to save to")
+
+    def _settle(self) -> None:
+        """Wait for the save that is on its way; what it raised is kept for `wait`."""
+        if self._pending is not None:
+            failure = self._pending.exception()
+            self._pending = None
+            self._failure = self._failure or failure
+
+    def _pointer(self) -> Pointer | None:
+        """What `latest.json` says, or None when it cannot be read."""
+        try:
+            return read_pointer(self._fs, self.directory / LATEST)
+        except NewerFormatError as error:
+            raise CheckpointError(f"{self.directory}: {error}") from error
+        except CheckpointError:
+            return None
+
+    def _read(self, entry: CheckpointEntry) -> dict[str, Any]:
+        if entry.manifest is None:
+            raise CheckpointError(entry.problem or "it has no manifest")
+        return read_state(self._fs, entry.path, entry.manifest)
+
+    def _adopt(self, loaded: CheckpointEntry, entries: list[CheckpointEntry]) -> None:
+        """Continue the run of a checkpoint that was just loaded."""
+        own = of_run(entries, loaded.run_id)
+        self.run_id = loaded.run_id
+        self._saves = own[0].sequence
+        self._sound.add(loaded.path)
+
+    def _warn_of(self, damaged: list[CheckpointEntry], entries: list[CheckpointEntry], loaded: CheckpointEntry) -> None:
+        """Name each checkpoint that should have been loaded rather than the one that was."""
+        unreadable = [
+            entry
+            for entry in entries
+            if entry.manifest is None and entry.step >= loaded.step and entry.may_belong_to(loaded.run_id)
+        ]
+        for entry in (*damaged, *unreadable):
+            self._warn(f"checkpoint {entry.path} was passed over for {loaded.path.name}: {entry.problem}")
+
+    def _none_sound(self, damaged: list[CheckpointEntry], entries: list[CheckpointEntry]) -> str:
+        unreadable = [entry for entry in entries if entry.manifest is None]
+        reasons = "; ".join(f"{entry.path.name}: {entry.problem}" for entry in (*damaged, *unreadable))
+        if reasons:
+            return f"{self.directory}: no checkpoint can be loaded: {reasons}"
+        return (
+            f"{self.directory}: {LATEST} names a run none of whose checkpoints is here; "
+            f"remove {LATEST} to go on from the newest of another run"
+        )
+
+    def _newest_sound(self, newest_first: list[CheckpointEntry]) -> CheckpointEntry | None:
+        return next((entry for entry in newest_first if self._is_sound(entry)), None)
+
+    def _is_sound(self, entry: CheckpointEntry) -> bool:
+        """Whether all its contents are as written; what this manager wrote or loaded is not read again."""
+        if entry.manifest is None or entry.problem is not None:
+            return False
+        if entry.path not in self._sound:
+            try:
+                check_files(self._fs, entry.path, entry.manifest)
+            except (CheckpointError, OSError):
+                return False
+            self._sound.add(entry.path)
+        return True
+
+    def _refuse_pickles(self) -> None:
+        pickles = sorted(path.name for path in self.directory.glob(_PICKLES))
+        if pickles:
+            raise CheckpointError(
+                f"{self.directory} holds checkpoints of version 2.0 ({', '.join(pickles[:3])}); loading them "
+                "could run code, so they are not read. To go on from their weights, convert them once: "
+                "state = torch.load(path, weights_only=True); "
+                "safetensors.torch.save_file(state['model'], 'weights.safetensors'); "
+                "then train with run.init_from: weights.safetensors"
+            )
+
+    def _write(self, step: int, snapshot: Snapshot) -> Path:
+        def fill(folder: Path) -> None:
+            files = write_snapshot(self._fs, folder, snapshot)
+            manifest = Manifest(
+                step=step,
+                sequence=self._saves,
+                run_id=self.run_id,
+                time=self._now().isoformat(timespec="milliseconds"),
+                loss=snapshot.loss,
+                config_sha256=snapshot.config_sha256,
+                versions=current_versions(),
+                files=files,
+            )
+            write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
+
+        # Counted before it is known to succeed: one that fails late may be in the folder all the same.
+        self._saves += 1
+        path = self._install(step, fill)
+        self._sound.add(path)
+        try:
+            self._prune()
+        except OSError as error:
+            self._warn(f"old checkpoints in {self.directory} could not be removed: {error}")
+        return path
+
+    def _prune(self) -> list[Path]:
+        if self.keep_last is None:
+            return []
+        own = of_run(self.entries(), self.run_id)
+        surplus = own[self.keep_last :]
+        if surplus:
+            sound = self._newest_sound(own)
+            surplus = [entry for entry in surplus if entry is not sound]
+        for entry in surplus:
+            self._remove(entry.path)
+        return [entry.path for entry in surplus]
+
+    def _receive(self, source: Path, manifest: Manifest) -> Path:
+        """Install a copy of another folder's checkpoint."""
+
+        def fill(folder: Path) -> None:
+            for name in FILES:
+                copy_file(self._fs, source / name, folder / name, manifest.files[name])
+            write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
+
+        self.run_id = manifest.run_id
+        return self._install(manifest.step, fill)
+
+    def _install(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """Let `fill` write a folder, give it its place, and make `latest.json` name it."""
+        ensure_directory(self._fs, self.directory)
+        self._clean()
+        temporary = self.directory / f".tmp-{checkpoint_name(step)}-{os.getpid()}"
+        _being_written.add(temporary)
+        try:
+            self._fs.make_directory(temporary)
+            fill(temporary)
+            self._fs.sync_directory(temporary)
+            path = self._place(temporary, step)
+        except BaseException:
+            with suppress(OSError):
+                self._fs.remove_tree(temporary)
+            raise
+        finally:
+            _being_written.discard(temporary)
+        pointer = Pointer(checkpoint=path.name, step=step, run_id=self.run_id)
+        replace_file(self._fs, self.directory / LATEST, pointer.to_bytes())
+        return path
+
+    def _place(self, temporary: Path, step: int) -> Path:
+        """Give a finished folder its name; what it replaces goes only when the new one is in the folder."""
+        target = self._target(step)
+        spare = self.directory / f"{checkpoint_name(step)}-{self.run_id[:8]}-new"
+        if spare.exists():
+            # A former replacement was cut short: what it left is the newer of the two, if there are two.
+            self._replace(target, spare)
+        if target.exists():
+            self._fs.rename(temporary, spare)
+            self._fs.sync_directory(self.directory)
+            self._replace(target, spare)
+        else:
+            self._fs.rename(temporary, target)
+        self._fs.sync_directory(self.directory)
+        return target
+
+    def _target(self, step: int) -> Path:
+        """The checkpoint's name; with this run's id in it when another run has taken the plain one."""
+        plain = self.directory / checkpoint_name(step)
+        if not plain.exists():
+            return plain
+        there = inspect(self._fs, plain)
+        if there.manifest is not None and there.manifest.run_id == self.run_id:
+            return plain
+        return self.directory / f"{plain.name}-{self.run_id[:8]}"
+
+    def _replace(self, target: Path, spare: Path) -> None:
+        if target.exists():
+            self._remove(target)
+        self._fs.rename(spare, target)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint: its name in one step, its files after that."""
+        trash = self.directory / f".tmp-removed-{path.name}-{os.getpid()}"
+        if trash.exists():
+            self._fs.remove_tree(trash)
+        self._fs.rename(path, trash)
+        self._sound.discard(path)
+        self._fs.remove_tree(trash)
+
+    def _clean(self) -> None:
+        """Remove what killed processes left half-written."""
+        if not self.directory.is_dir():
+            return
+        for path in self.directory.iterdir():
+            if not self._is_leftover(path):
+                continue
+            try:
+                if path.is_dir() and not path.is_symlink():
+                    self._fs.remove_tree(path)
+                else:
+                    self._fs.remove_file(path)
+            except OSError as error:
+                self._warn(f"{path}, left by a process that was killed, could not be removed: {error}")
+
+    def _is_leftover(self, path: Path) -> bool:
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            return False
+        pid = int(match[1])
+        return path not in _being_written if pid == os.getpid() else not process_is_alive(pid)
+
+
+def _candidates(entries: list[CheckpointEntry], pointer: Pointer | None) -> list[CheckpointEntry]:
+    """The checkpoints to load from, best first: the named run's, or all when none is named."""
+    return newest_first(entries) if pointer is None else of_run(entries, pointer.run_id)

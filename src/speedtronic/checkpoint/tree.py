@@ -1,0 +1,268 @@
+"""A state tree as JSON plus named tensors, and back, equal.
+
+What JSON has (None, bool, str, lists, dicts with string keys, finite floats, integers of 64 bits) stands
+for itself. Everything else is a dict with one key that starts with `$`:
+
+    {"$tuple": [item, …]}                a tuple
+    {"$dict": [[key, value], …]}         a dict with integer keys, or with string keys that start with `$`
+    {"$float": "nan" | "inf" | "-inf"}   a float that JSON lacks
+    {"$int": "-0x1f…"}                   an integer beyond 64 bits
+    {"$bytes": "…"}                      base64
+    {"$tensor": name}                    a tensor of the named ones
+    {"$complex": name}                   a complex tensor: real and imaginary parts in a last dimension of 2
+    {"$ndarray": [name, dtype, shape]}   a numpy array: its bytes as a named uint8 tensor, its dtype as
+                                         numpy's .npy files describe it, its shape
+
+Reading a tree builds these types and no others: nothing in it can name code.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtronic.checkpoint.tensors import DTYPE_NAMES, RESERVED_NAME
+from speedtronic.errors import CheckpointError
+
+_INT64 = range(-(2**63), 2**63)
+
+
+class EncodedTree(NamedTuple):
+    """A tree on its way to disk.
+
+    Attributes:
+        tree: JSON values only.
+        tensors: what the tree refers to by name, detached, on the device it was on, sharing its memory.
+        aliases: paths of tensors that are the very same memory as an earlier one, to that one's name.
+    """
+
+    tree: Any
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+
+
+def encode(tree: Any, *, root: str = "") -> EncodedTree:
+    """Encode a tree. A tensor's name is its path with dots; memory that appears twice is named once.
+
+    Args:
+        tree: dicts (string or integer keys), lists, tuples, None, bool, int, float, str, bytes, tensors and
+            numpy arrays. Subclasses of the plain types count as those: an `OrderedDict` comes back as a dict.
+        root: what error messages put before the paths.
+
+    Raises:
+        CheckpointError: something in the tree is none of these, or cannot be stored; the message names its
+            path.
+    """
+    encoder = _Encoder(root)
+    try:
+        encoded = encoder.encode(tree, ())
+    except RecursionError:
+        raise CheckpointError(f"{root or 'state'}: nested too deeply, or it contains itself") from None
+    return EncodedTree(encoded, encoder.tensors, encoder.aliases)
+
+
+def check(tree: Any) -> None:
+    """Find out whether a tree can be stored, without copying a tensor.
+
+    Raises:
+        CheckpointError: as `encode` does.
+    """
+    encode(tree)
+
+
+def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree that `encode` was given. A name that stands in several places is one tensor again.
+
+    Raises:
+        CheckpointError: this is not an encoded tree, or a tensor that it names is not there.
+    """
+    try:
+        return _decode(encoded, tensors)
+    except (KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"malformed state tree: {type(error).__name__}: {error}") from error
+
+
+_Path = tuple[str, ...]
+
+
+class _Encoder:
+    def __init__(self, root: str) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self._root = root
+        self._names_by_memory: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: _Path) -> Any:
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int):
+            return _encode_int(value)
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": repr(float(value))}
+        if isinstance(value, dict):
+            return self._dict(value, path)
+        if isinstance(value, list):
+            return self._items(value, path)
+        if isinstance(value, tuple):
+            return {"$tuple": self._items(value, path)}
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if type(value) is np.ndarray:
+            return self._array(value, path)
+        raise self._error(
+            path,
+            f"a {_type_name(value)} cannot be saved; a state holds dicts, lists, tuples, None, bool, int, "
+            "float, str, bytes, tensors and numpy arrays",
+        )
+
+    def _items(self, values: Iterable[Any], path: _Path) -> list[Any]:
+        return [self.encode(item, (*path, str(index))) for index, item in enumerate(values)]
+
+    def _dict(self, values: dict[Any, Any], path: _Path) -> dict[str, Any]:
+        for key in values:
+            if isinstance(key, bool) or not isinstance(key, str | int):
+                raise self._error(path, f"the key {key!r} is a {_type_name(key)}; keys are strings or integers")
+        if all(isinstance(key, str) and not key.startswith("$") for key in values):
+            return {str.__str__(key): self.encode(item, (*path, key)) for key, item in values.items()}
+        pairs = [[self.encode(key, path), self.encode(item, (*path, str(key)))] for key, item in values.items()]
+        return {"$dict": pairs}
+
+    def _tensor(self, value: Tensor, path: _Path) -> dict[str, Any]:
+        tensor = self._storable(value.detach(), path)
+        memory = _memory_of(tensor)
+        if memory in self._names_by_memory:
+            name = self._names_by_memory[memory]
+            self.aliases[_tensor_name(path)] = name
+        elif tensor.is_complex():
+            name = self._add(torch.view_as_real(tensor.resolve_conj()), path)
+        else:
+            name = self._add(tensor.resolve_neg(), path)
+        if tensor.numel() > 0:
+            self._names_by_memory[memory] = name
+        return {"$complex" if tensor.is_complex() else "$tensor": name}
+
+    def _storable(self, tensor: Tensor, path: _Path) -> Tensor:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise self._error(path, f"a tensor of layout {tensor.layout} cannot be saved; make it dense")
+        if tensor.device.type == "meta":
+            raise self._error(path, "a tensor on the meta device has no values to save")
+        if not tensor.is_complex() and tensor.dtype not in DTYPE_NAMES:
+            raise self._error(path, f"a tensor of {tensor.dtype} cannot be saved; safetensors has no such dtype")
+        return tensor
+
+    def _array(self, array: np.ndarray[Any, Any], path: _Path) -> dict[str, Any]:
+        description = self._dtype_description(array.dtype, path)
+        name = self._add(_array_bytes(array), path)
+        return {"$ndarray": [name, self.encode(description, path), list(array.shape)]}
+
+    def _dtype_description(self, dtype: np.dtype[Any], path: _Path) -> Any:
+        """The dtype as .npy headers hold it, when numpy makes an equal one of it again."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                description = np.lib.format.dtype_to_descr(dtype)
+                faithful = not dtype.hasobject and np.lib.format.descr_to_dtype(description) == dtype
+            except (TypeError, ValueError):
+                faithful = False
+        if not faithful:
+            raise self._error(path, f"a numpy array of dtype {dtype} cannot be saved; only plain data can")
+        return description
+
+    def _add(self, tensor: Tensor, path: _Path) -> str:
+        base = name = _tensor_name(path)
+        number = 2
+        while name in self.tensors or name == RESERVED_NAME:
+            name = f"{base}#{number}"
+            number += 1
+        self.tensors[name] = tensor
+        return name
+
+    def _error(self, path: _Path, message: str) -> CheckpointError:
+        place = ".".join((self._root, *path) if self._root else path) or "state"
+        return CheckpointError(f"{place}: {message}")
+
+
+def _tensor_name(path: _Path) -> str:
+    """A path as a safetensors key, which is valid UTF-8."""
+    return ".".join(path).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors exactly when they show the same memory in the same way."""
+    return (
+        tensor.device,
+        tensor.untyped_storage().data_ptr(),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _encode_int(value: int) -> Any:
+    number = int(value)
+    return number if number in _INT64 else {"$int": hex(number)}
+
+
+def _array_bytes(array: np.ndarray[Any, Any]) -> Tensor:
+    if array.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, held),) = value.items()
+        if key.startswith("$"):
+            return _DECODERS[key](held, tensors)
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def _decode_dict(pairs: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
+    return {_decode(key, tensors): _decode(item, tensors) for key, item in pairs}
+
+
+def _decode_array(held: Any, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
+    name, description, shape = held
+    dtype = np.lib.format.descr_to_dtype(_decode(description, tensors))
+    if dtype.hasobject:
+        raise ValueError(f"{name} claims to hold Python objects")
+    if math.prod(shape) * dtype.itemsize != tensors[name].numel():
+        raise ValueError(f"{name} has {tensors[name].numel()} bytes, not {dtype} of shape {shape}")
+    array = np.empty(shape, dtype)
+    if array.nbytes:
+        array.reshape(-1).view(np.uint8)[:] = tensors[name].numpy()
+    return array
+
+
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "$tuple": lambda held, tensors: tuple(_decode(item, tensors) for item in held),
+    "$dict": _decode_dict,
+    "$float": lambda held, tensors: float(held),
+    "$int": lambda held, tensors: int(held, 16),
+    "$bytes": lambda held, tensors: base64.b64decode(held, validate=True),
+    "$tensor": lambda held, tensors: tensors[held],
+    "$complex": lambda held, tensors: torch.view_as_complex(tensors[held]),
+    "$ndarray": _decode_array,
+}
