@@ -1,0 +1,70 @@
+"""Learning-rate schedules against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from speedtronic.config import SpeedtronicConfig
+from speedtronic.optimizers import Schedule, learning_rate_schedule
+
+
+def schedule(**section: object) -> Schedule:
+    config = SpeedtronicConfig.from_dict({"scheduler": {"max_steps": 100, "warmup_steps": 10, **section}})
+    return learning_rate_schedule(config.scheduler)
+
+
+def test_warmup_rises_by_one_part_per_step_and_reaches_one_at_its_last() -> None:
+    """Seed: "warmup: max(1e-8, (step + 1) / warmup_steps)"."""
+    factor = schedule(name="constant")
+    assert [factor(step) for step in range(10)] == pytest.approx([(step + 1) / 10 for step in range(10)])
+
+
+def test_constant_stays_at_one_after_warmup() -> None:
+    """Seed: "constant: 1.0"."""
+    factor = schedule(name="constant")
+    assert {factor(step) for step in (10, 50, 100, 1000)} == {1.0}
+
+
+def test_cosine_follows_its_formula_over_the_progress_after_warmup() -> None:
+    """Seed: "cosine: min_ratio + (1 - min_ratio) * 0.5 * (1 + cos(pi * progress))"."""
+    factor = schedule(name="cosine", min_lr_ratio=0.1)
+    for step in (10, 33, 55, 100):
+        progress = (step - 10) / 90
+        assert factor(step) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def test_cosine_stays_at_the_floor_beyond_the_horizon() -> None:
+    factor = schedule(name="cosine", min_lr_ratio=0.25)
+    assert factor(100) == pytest.approx(0.25)
+    assert factor(10_000) == pytest.approx(0.25)
+
+
+def test_warmup_beyond_the_horizon_is_allowed_and_ends_at_the_start_of_the_curve() -> None:
+    factor = schedule(name="cosine", warmup_steps=200, min_lr_ratio=0.1)
+    assert factor(99) == pytest.approx(0.5)
+    assert factor(200) == pytest.approx(1.0)
+
+
+def test_no_warmup_starts_at_the_full_rate() -> None:
+    assert schedule(name="cosine", warmup_steps=0)(0) == pytest.approx(1.0)
+
+
+def test_linear_falls_evenly_to_the_floor() -> None:
+    factor = schedule(name="linear", min_lr_ratio=0.2)
+    assert factor(55) == pytest.approx(0.6)
+    assert factor(100) == pytest.approx(0.2)
+
+
+def test_wsd_is_stable_until_its_decay_and_ends_at_the_floor() -> None:
+    factor = schedule(name="wsd", min_lr_ratio=0.0, decay_steps=40)
+    assert {factor(step) for step in (10, 30, 60)} == {1.0}
+    assert factor(80) == pytest.approx(0.5)
+    assert factor(100) == pytest.approx(0.0)
+
+
+def test_wsd_decays_over_the_last_fifth_unless_told_otherwise() -> None:
+    factor = schedule(name="wsd", min_lr_ratio=0.0)
+    assert factor(80) == pytest.approx(1.0)
+    assert factor(90) == pytest.approx(0.5)
