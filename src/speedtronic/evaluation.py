@@ -1,0 +1,100 @@
+"""Measures a model on held-out data without leaving a trace in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedtronic.checkpoint import capture_rng_state, restore_rng_state
+from speedtronic.errors import DataError
+from speedtronic.model import evaluation_mode
+from speedtronic.precision import PrecisionPlan
+from speedtronic.trainer.loss import LossFunction, align_labels, batch_labels, count_labels
+from speedtronic.trainer.step import Forward, batch_size_and_tokens, move_batch
+
+
+class HeldOutLoss:
+    """An evaluator for `Trainer`: the mean loss over held-out batches, in which every target counts alike.
+
+    A batch weighs its number of labels that are not -100, or its samples where it has no labels.
+
+    Args:
+        passes: called for each evaluation; returns the batches of one pass from the beginning.
+        device: where the model is.
+        precision: the plan under which the forward runs.
+        batches: at most this many batches; None for all.
+        loss_fn: as for `Trainer`.
+        labels: "aligned" or "unshifted", as in `data.labels`.
+        warn: told what looks wrong with the model's output.
+    """
+
+    def __init__(
+        self,
+        passes: Callable[[], Iterable[Any]],
+        *,
+        device: torch.device,
+        precision: PrecisionPlan,
+        batches: int | None = None,
+        loss_fn: LossFunction | None = None,
+        labels: str = "aligned",
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._passes = passes
+        self._device = device
+        self._precision = precision
+        self._limit = batches
+        self._loss_fn = loss_fn
+        self._labels = labels
+        self._warn = warn
+
+    def __call__(self, model: nn.Module) -> dict[str, Any]:
+        """Return `loss` (nats per target), `targets`, `batches` and `duration_s` of one pass.
+
+        Raises:
+            DataError: the pass has no batch, or no target.
+        """
+        started = time.perf_counter()
+        with evaluation_mode(model), _random_state_kept(), torch.no_grad():
+            total, targets, batches = self._sum_losses(model)
+        if targets == 0:
+            raise DataError(f"the held-out data has no target to evaluate on ({batches} batches)")
+        return {
+            "loss": total / targets,
+            "targets": targets,
+            "batches": batches,
+            "duration_s": time.perf_counter() - started,
+        }
+
+    def _sum_losses(self, model: nn.Module) -> tuple[float, int, int]:
+        forward = Forward(model, self._precision, loss_fn=self._loss_fn, warn=self._warn)
+        totals: list[Tensor] = []
+        weights: list[Tensor] = []
+        for batch in islice(self._passes(), self._limit):
+            aligned = align_labels(batch) if self._labels == "unshifted" else batch
+            weight = _weight(aligned).to(self._device)
+            totals.append(forward(model, move_batch(aligned, self._device)).float() * weight)
+            weights.append(weight)
+        if not totals:
+            return 0.0, 0, 0
+        return float(torch.stack(totals).sum()), int(torch.stack(weights).sum()), len(totals)
+
+
+def _weight(batch: Any) -> Tensor:
+    if batch_labels(batch) is None:
+        return torch.tensor(batch_size_and_tokens(batch)[0])
+    return count_labels(batch)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    rng = capture_rng_state()
+    try:
+        yield
+    finally:
+        restore_rng_state(rng)

@@ -1,0 +1,306 @@
+"""The composition root: from a configuration to a trainer. The only place that knows every part.
+
+`build_runtime` is the page to read; what it calls stands below it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
+from speedtronic.data import TokenLoader, TrainingData, build_data
+from speedtronic.errors import NotBuiltError
+from speedtronic.evaluation import HeldOutLoss
+from speedtronic.metrics import MetricLogger
+from speedtronic.optimizers import build_adamw, learning_rate_schedule
+from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
+from speedtronic.registry import build_model
+from speedtronic.trainer import Trainer, TrainResult
+
+ConfigSource = SpeedtronicConfig | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def build_runtime(
+    config: ConfigSource,
+    *,
+    resume: bool = False,
+    device: str | torch.device | None = None,
+    max_steps: int | None = None,
+) -> tuple[Trainer, CheckpointManager]:
+    """Validate, seed, resolve the hardware, and construct every part of a run.
+
+    Args:
+        config: a configuration, a mapping, a YAML or JSON file, or a YAML or JSON string.
+        resume: continue from the newest sound checkpoint; a missing one is a warning. Also `checkpoint.resume`.
+        device: instead of `run.device`.
+        max_steps: the target, before `data.max_steps` and `run.max_steps`; it leaves the LR schedule alone.
+
+    Raises:
+        ConfigError: the configuration is wrong, or asks for a part that is not built yet.
+        DataError: the data cannot be trained on.
+        CheckpointError: there are checkpoints but none is sound, or they are of another model.
+        DeviceError: the device does not exist.
+    """
+    settings = _settled(config)
+    seed_everything(settings.run.seed)
+    _configure_torch(settings)
+    target_device = resolve_device(device if device is not None else settings.run.device)
+    precision = resolve_precision(settings.precision, target_device)
+    logger = build_logger(settings)
+    data = build_data(settings, pin_memory=_pins_memory(settings, target_device))
+    model = build_model(settings.model).to(target_device)
+    optimizer = build_optimizer(model, settings, target_device)
+    scheduler = build_scheduler(optimizer, settings)
+    manager = build_checkpoint_manager(settings, logger)
+    trainer = Trainer(
+        model,
+        optimizer,
+        data.train,
+        device=target_device,
+        config=settings,
+        scheduler=scheduler,
+        precision=precision,
+        logger=logger,
+        checkpoint_manager=manager,
+        max_steps=max_steps,
+        evaluator=_evaluator(data, settings, target_device, precision, logger),
+        lock_directory=_lock_directory(settings),
+        metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
+    )
+    if resume or settings.checkpoint.resume:
+        _resume(trainer, manager, settings)
+    return trainer, manager
+
+
+def train_from_config(
+    config: ConfigSource,
+    *,
+    resume: bool = False,
+    device: str | torch.device | None = None,
+    max_steps: int | None = None,
+) -> TrainResult:
+    """Build a runtime and fit it. The arguments are those of `build_runtime`."""
+    trainer, _ = build_runtime(config, resume=resume, device=device, max_steps=max_steps)
+    with trainer.logger:
+        return trainer.fit()
+
+
+run = train_from_config
+train = train_from_config
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+def _settled(config: ConfigSource) -> SpeedtronicConfig:
+    settings = load_config(config).validate()
+    refuse_what_is_not_built(settings)
+    folder = _folder_of(config)
+    import_plugins(settings.plugins, folder)
+    return settings
+
+
+def _folder_of(config: ConfigSource) -> Path | None:
+    if isinstance(config, os.PathLike) or (isinstance(config, str) and Path(config).is_file()):
+        return Path(config).resolve().parent
+    return None
+
+
+def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
+    """Import the modules of `plugins`, so that the models in them are registered.
+
+    Args:
+        modules: importable names.
+        folder: the configuration file's own folder, importable from now on, as a script's folder is.
+
+    Raises:
+        ConfigError: a module does not exist. What a module raises itself is passed on.
+    """
+    if folder is not None and modules and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    for module in modules:
+        if module not in sys.modules and not _exists(module):
+            places = f"the configuration's folder {folder} and " if folder is not None else ""
+            raise ConfigError(f"plugins: there is no module {module!r} in {places}the Python path")
+        importlib.import_module(module)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+# What the configuration can say and this version cannot do. A key here is refused by name, never ignored.
+_NOT_BUILT: Mapping[str, Callable[[SpeedtronicConfig], bool]] = {
+    "optimizer.name: muon": lambda c: c.optimizer.name == "muon",
+    "optimizer.cautious": lambda c: c.optimizer.cautious,
+    "optimizer.ema": lambda c: c.optimizer.ema is not None,
+    "distributed.enabled": lambda c: c.distributed.enabled,
+    "ooo_backprop": lambda c: c.ooo_backprop,
+    "tune": lambda c: c.tune != "off",
+    "compile_options.regional": lambda c: bool(c.compile_options.regional),
+    "precision.mode: fp8": lambda c: c.precision.mode == "fp8",
+    "run.init_from": lambda c: c.run.init_from is not None,
+    "data.document_mask": lambda c: c.data.document_mask,
+    "checkpoint.every_minutes": lambda c: c.checkpoint.every_minutes is not None,
+    "checkpoint.keep_every": lambda c: c.checkpoint.keep_every is not None,
+    "checkpoint.keep_best": lambda c: c.checkpoint.keep_best > 0,
+    "eval.patience": lambda c: c.eval.patience is not None,
+    "eval.samples": lambda c: c.eval.samples > 0,
+    "logging.trackers": lambda c: bool(c.logging.trackers),
+    "shape_validation": lambda c: c.shape_validation.enabled and c.shape_validation != type(c.shape_validation)(),
+}
+
+
+def refuse_what_is_not_built(config: SpeedtronicConfig) -> None:
+    """Raise NotBuiltError naming every key that asks for a part this version does not have yet."""
+    asked = [key for key, is_asked in _NOT_BUILT.items() if is_asked(config)]
+    if asked:
+        raise NotBuiltError(
+            "\n".join(f"{key}: not part of this version yet; remove it from the configuration" for key in asked)
+        )
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's `random`, PYTHONHASHSEED for child processes, NumPy, and torch on the CPU and all CUDA devices."""
+    random.seed(seed)
+    os.environ["PYTHONHASHSEED"] = str(seed)
+    _seed_numpy(seed)
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+
+
+def _seed_numpy(seed: int) -> None:
+    try:
+        import numpy as np
+
+        np.random.seed(seed)
+    except Exception:  # noqa: BLE001 - documented: a broken or absent NumPy must not stop a run that may not use it
+        return
+
+
+def _configure_torch(config: SpeedtronicConfig) -> None:
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | torch.device) -> torch.optim.Optimizer:
+    """Build AdamW from `config.optimizer` over every trainable parameter of `model`, each in exactly one group."""
+    if config.optimizer.name != "adamw":
+        raise NotBuiltError(f"optimizer.name: {config.optimizer.name} is not part of this version yet; use adamw")
+    return build_adamw(model, config.optimizer, torch.device(device))
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: SpeedtronicConfig) -> LambdaLR:
+    """Build the schedule of `config.scheduler`. It advances once per global step."""
+    return LambdaLR(optimizer, learning_rate_schedule(config.scheduler))
+
+
+def build_logger(config: SpeedtronicConfig) -> MetricLogger:
+    """Build the logger of `config.logging`; its relative files lie in `run.output_dir`. It has no hooks."""
+    section, output = config.logging, Path(config.run.output_dir)
+    return MetricLogger(
+        level=section.level,
+        file=output / section.file if section.file is not None else None,
+        json_file=output / section.json_file if section.json_file is not None else None,
+        every_steps=section.every_steps or 1,
+        progress=section.progress,
+    )
+
+
+def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) -> CheckpointManager:
+    """Build the manager of `config.checkpoint`; its relative directory lies in `run.output_dir`."""
+    section = config.checkpoint
+    return CheckpointManager(
+        Path(config.run.output_dir) / section.directory,
+        every_steps=section.every_steps,
+        keep_last=section.keep_last,
+        enabled=section.enabled,
+        warn=logger.warning,
+    )
+
+
+def _pins_memory(config: SpeedtronicConfig, device: torch.device) -> bool:
+    pin = config.data.pin_memory
+    return device.type == "cuda" if pin is None else pin
+
+
+def _evaluator(
+    data: TrainingData,
+    config: SpeedtronicConfig,
+    device: torch.device,
+    precision: PrecisionPlan,
+    logger: MetricLogger,
+) -> HeldOutLoss | None:
+    if data.validation is None:
+        return None
+    return HeldOutLoss(
+        partial(_from_the_beginning, data.validation),
+        device=device,
+        precision=precision,
+        batches=config.eval.batches,
+        labels=config.data.labels,
+        warn=logger.warning,
+    )
+
+
+def _from_the_beginning(loader: TokenLoader) -> TokenLoader:
+    loader.restart()
+    return loader
+
+
+def _lock_directory(config: SpeedtronicConfig) -> Path | None:
+    logs = (config.logging.file, config.logging.json_file)
+    writes = config.checkpoint.enabled or any(file is not None for file in logs)
+    return Path(config.run.output_dir) if writes else None
+
+
+# ---------------------------------------------------------------------- resume
+
+
+def _resume(trainer: Trainer, manager: CheckpointManager, config: SpeedtronicConfig) -> None:
+    state = manager.load_latest()
+    if state is None:
+        trainer.logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
+        return
+    _show_changes(trainer.logger, state["config"], config)
+    _let_the_config_win(state, trainer)
+    trainer.resume(state)
+    trainer.logger.info(f"resumed at step {trainer.step} from {manager.latest_path()}")
+
+
+def _show_changes(logger: MetricLogger, saved: Mapping[str, Any], config: SpeedtronicConfig) -> None:
+    changes = changed_keys(saved, config.to_dict(redact_secrets=True))
+    if changes:
+        lines = "\n".join(f"  {key}: {old!r} -> {new!r}" for key, old, new in changes)
+        logger.warning(f"the configuration has changed since the checkpoint; it counts as it is now:\n{lines}")
+
+
+def _let_the_config_win(state: dict[str, Any], trainer: Trainer) -> None:
+    """Put the freshly built optimizer's options (LR, weight decay, betas, …) in place of the checkpoint's."""
+    saved = state["optimizer"]["param_groups"]
+    for group, own in zip(saved, trainer.optimizer.param_groups, strict=False):
+        group.update({key: value for key, value in own.items() if key != "params"})
+    if state["scheduler"] is not None and isinstance(trainer.scheduler, LambdaLR):
+        state["scheduler"]["base_lrs"] = list(trainer.scheduler.base_lrs)

@@ -1,0 +1,136 @@
+"""Brings the numbers of finished updates from the device to the host without stopping the loop for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One finished update: what the host knows, and what is still on the device.
+
+    Attributes:
+        step: cumulative global step after the update.
+        lr: learning rate of the first parameter group after the scheduler advanced.
+        lr_applied: the one that produced this update.
+        samples: samples of this update.
+        tokens: tokens of this update; a 0-dim tensor where a mask was summed.
+        micro_batches: micro batches of this update.
+        loss, grad_norm, bad: 0-dim tensors; `bad` is 1.0 where the update was not applied.
+        at: host clock in seconds.
+    """
+
+    step: int
+    lr: float
+    lr_applied: float
+    samples: int
+    tokens: int | Tensor
+    micro_batches: int
+    loss: Tensor
+    grad_norm: Tensor
+    bad: Tensor
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The device's part of an update, on the host."""
+
+    update: Update
+    loss: float
+    grad_norm: float
+    bad: bool
+    tokens: int
+
+
+class Readback:
+    """Collects updates and reads them back one window at a time.
+
+    A window closes every `every` steps. On an accelerator its copy is queued behind the work that produces the
+    numbers, and is handed out as soon as it has arrived, at the latest when the next window closes. On the CPU it is
+    handed out at once.
+    """
+
+    def __init__(self, device: torch.device, every: int) -> None:
+        self._device = device
+        self._every = every
+        self._open: list[Update] = []
+        self._copying: list[_Window] = []
+
+    def add(self, update: Update) -> list[Numbers]:
+        """Add an update; return those whose numbers have arrived, oldest first."""
+        self._open.append(update)
+        if update.step % self._every == 0:
+            overdue = self._take(self._copying)
+            self._close_window()
+            return overdue + self._arrived()
+        return self._arrived()
+
+    def drain(self) -> list[Numbers]:
+        """Wait for everything that was added and return it, oldest first."""
+        self._close_window()
+        return self._take(self._copying)
+
+    def _close_window(self) -> None:
+        if self._open:
+            self._copying.append(_Window(self._open, self._device))
+            self._open = []
+
+    def _arrived(self) -> list[Numbers]:
+        return self._take([window for window in self._copying if window.arrived()])
+
+    def _take(self, windows: list[_Window]) -> list[Numbers]:
+        self._copying = [window for window in self._copying if window not in windows]
+        return [numbers for window in windows for numbers in window.read()]
+
+
+class _Window:
+    """The device numbers of some updates, stacked into one tensor and on their way to the host."""
+
+    def __init__(self, updates: list[Update], device: torch.device) -> None:
+        self._updates = updates
+        # MPS has no float64; elsewhere a float64 model's loss arrives as it was.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        rows = torch.stack([n.to(dtype) for u in updates for n in (u.loss, u.grad_norm, u.bad)]).view(-1, 3)
+        masked = [u.tokens for u in updates if isinstance(u.tokens, Tensor)]
+        tokens = torch.stack(masked) if masked else None
+        self._event: Any = None
+        if device.type == "cuda":
+            self._rows, self._tokens = _to_pinned(rows), _to_pinned(tokens)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._rows, self._tokens = rows, tokens
+        self._host = rows.device.type == "cpu"
+
+    def arrived(self) -> bool:
+        if self._event is not None:
+            return bool(self._event.query())
+        return self._host
+
+    def read(self) -> list[Numbers]:
+        if self._event is not None:
+            self._event.synchronize()
+        assert self._rows is not None
+        masked = iter(self._tokens.tolist() if self._tokens is not None else [])
+        return [
+            Numbers(
+                update=update,
+                loss=loss,
+                grad_norm=norm,
+                bad=bool(bad),
+                tokens=next(masked) if isinstance(update.tokens, Tensor) else update.tokens,
+            )
+            for update, (loss, norm, bad) in zip(self._updates, self._rows.tolist(), strict=True)
+        ]
+
+
+def _to_pinned(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

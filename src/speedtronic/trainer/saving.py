@@ -1,0 +1,80 @@
+"""The trainer's side of checkpoints: when one is due, and what happens when a save fails."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.errors import CheckpointError
+from speedtronic.metrics import MetricLogger
+
+
+class CheckpointSaver:
+    """Saves, in the background where asked to, and reports each finished or failed save as a `checkpoint` event.
+
+    A failed save never ends the run: the older checkpoints stay, and `error` says what went wrong with the last one.
+
+    Args:
+        manager: writes the checkpoints.
+        logger: where the events go.
+        background: write from a snapshot while training goes on; otherwise the loop waits for the disk.
+    """
+
+    def __init__(self, manager: CheckpointManager, logger: MetricLogger, *, background: bool) -> None:
+        self.error: str | None = None
+        self._manager = manager
+        self._logger = logger
+        self._background = background
+        self._step: int | None = None
+        self._writing: Future[Path] | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the cadence asks for a checkpoint after `step`."""
+        return self._manager.should_save(step)
+
+    def holds(self, step: int) -> bool:
+        """Whether the last save was of `step` and has not failed."""
+        return self._step == step and self.error is None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save `state`; waits for a write that is still on its way first."""
+        self.wait()
+        self._step = step
+        try:
+            if self._background:
+                self._writing = self._manager.save_async(step, state)
+            else:
+                self._saved(self._manager.save(step, state))
+        except (OSError, CheckpointError) as error:
+            self._failed(error)
+
+    def poll(self) -> None:
+        """Report a write that has ended since the last look."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the write on its way, and report how it ended."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            self._manager.wait()
+        except (OSError, CheckpointError) as error:
+            self._failed(error)
+        else:
+            self._saved(writing.result())
+
+    def _saved(self, path: Path) -> None:
+        self.error = None
+        self._logger.emit("checkpoint", {"step": self._step, "path": str(path)})
+
+    def _failed(self, error: Exception) -> None:
+        self.error = str(error)
+        self._logger.emit("checkpoint", {"step": self._step, "path": None, "error": self.error})
+        self._logger.warning(
+            f"the checkpoint of step {self._step} could not be written ({error}); the older ones stay, and training "
+            "goes on"
+        )

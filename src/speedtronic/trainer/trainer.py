@@ -1,0 +1,606 @@
+"""The training loop.
+
+`Trainer.fit` is the page to read first; what it calls stands below it in the order of the call, and the arithmetic of
+a step is in `step.py`.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from speedtronic.checkpoint import CheckpointManager, RunLock, capture_rng_state, check, restore_rng_state
+from speedtronic.config import SpeedtronicConfig
+from speedtronic.data import BatchStream
+from speedtronic.errors import CheckpointError, ConfigError, NonFiniteError, ScalerOverflowError
+from speedtronic.metrics import MetricLogger
+from speedtronic.precision import PrecisionPlan, make_grad_scaler, resolve_precision
+from speedtronic.trainer.compiled import CompiledModel, is_out_of_memory
+from speedtronic.trainer.guard import NonFiniteGuard
+from speedtronic.trainer.loss import LossFunction, align_labels
+from speedtronic.trainer.readback import Numbers, Readback, Update
+from speedtronic.trainer.reporting import Counters, StepReporter
+from speedtronic.trainer.result import TrainResult
+from speedtronic.trainer.saving import CheckpointSaver
+from speedtronic.trainer.signals import SignalWatch
+from speedtronic.trainer.step import (
+    Forward,
+    accumulate,
+    batch_size_and_tokens,
+    equal_shares,
+    gradient_norm,
+    move_batch,
+    token_shares,
+)
+from speedtronic.trainer.sync import PreparesState, SyncCoordinator
+from speedtronic.trainer.throughput import device_peak_flops, training_flops_per_token
+
+# A scaler starts at 2¹⁶ and halves at each overflow: a run that still overflows after this many halvings in a row
+# multiplies its loss by less than 2⁻⁴⁸ and will not recover.
+MAX_CONSECUTIVE_OVERFLOWS = 64
+
+
+class Evaluator(Protocol):
+    """Measures a model on held-out data, and leaves its train/eval flags and the RNG as it found them."""
+
+    def __call__(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return the numbers of the `eval` event; `loss` is among them."""
+
+
+@dataclass
+class _Fit:
+    """What one invocation of `fit` works with."""
+
+    target: int
+    scaler: torch.amp.GradScaler
+    guard: NonFiniteGuard
+    readback: Readback
+    reporter: StepReporter
+    saver: CheckpointSaver | None
+    signals: SignalWatch
+    scale: float
+    overflows: int = 0
+    evaluated_at: int | None = None
+    eval_loss: float | None = None
+
+    def wants_more(self, step: int) -> bool:
+        return step < self.target and self.signals.received is None
+
+
+class Trainer:
+    """Trains a module on the batches of a loader, one global step at a time.
+
+    A global step is one optimizer update over `config.accumulation_steps` micro batches.
+
+    Args:
+        model: the module. What it may return is said in `trainer.loss.resolve_loss`.
+        optimizer: any `torch.optim.Optimizer` over its parameters.
+        dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
+        device: where to train.
+        config: a `SpeedtronicConfig`, or a dict of one; the defaults without it.
+        scheduler: advanced once per global step.
+        precision: a resolved plan; from `config.precision` without it.
+        logger: receives all events; one that prints to the terminal without it.
+        checkpoint_manager: without it nothing is saved.
+        coordinator: keeps the model in step with other machines; started, told of each step, and stopped.
+        max_steps: default target of `fit`; `config.data.max_steps` or `config.run.max_steps` without it.
+        start_step: the global step at which counting begins.
+        loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not.
+        evaluator: called on the plain model at the cadence of `config.eval`.
+        lock_directory: the folder that belongs to this run while it trains; the checkpoints' without it.
+        metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataloader: Any,
+        *,
+        device: str | torch.device,
+        config: SpeedtronicConfig | dict[str, Any] | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        precision: PrecisionPlan | None = None,
+        logger: MetricLogger | None = None,
+        checkpoint_manager: CheckpointManager | None = None,
+        coordinator: SyncCoordinator | None = None,
+        max_steps: int | None = None,
+        start_step: int = 0,
+        loss_fn: LossFunction | None = None,
+        evaluator: Evaluator | None = None,
+        lock_directory: Path | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = _as_config(config)
+        self.model = model
+        self.optimizer = optimizer
+        self.dataloader = dataloader
+        self.device = torch.device(device)
+        self.scheduler = scheduler
+        self.logger = logger or MetricLogger(
+            level=self.config.logging.level, every_steps=self.config.logging.every_steps or 1
+        )
+        self.precision = precision or resolve_precision(self.config.precision, self.device)
+        self.checkpoint_manager = checkpoint_manager
+        self.coordinator = coordinator
+        self.max_steps = max_steps
+        self.step = start_step
+        self._counters = Counters()
+        self._evaluator = evaluator
+        self._lock_directory = lock_directory
+        self._metadata = dict(metadata or {})
+        self._batches = BatchStream(
+            dataloader,
+            capture_rng=capture_rng_state,
+            restore_rng=restore_rng_state,
+            warn=self.logger.warning,
+        )
+        self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
+        self._scaler_state: dict[str, Any] | None = None
+        self._coordinator_state: dict[str, Any] | None = None
+        self._fit: _Fit | None = None
+        self._configure_gradient_checkpointing()
+        self._compiled = self._compile() if self.config.compile else None
+
+    @property
+    def samples(self) -> int:
+        """Cumulative number of samples trained on."""
+        self._settle()
+        return self._counters.samples
+
+    @property
+    def tokens(self) -> int:
+        """Cumulative number of tokens trained on."""
+        self._settle()
+        return self._counters.tokens
+
+    # ------------------------------------------------------------------ the loop
+
+    def fit(self, max_steps: int | None = None) -> TrainResult:
+        """Train until the global step reaches the target, and return what happened.
+
+        The target is `max_steps`, else the constructor's, else the config's; a run that is already past it trains
+        nothing. Ctrl-C and SIGTERM finish the step in hand and end the run with a checkpoint.
+
+        Raises:
+            ConfigError: the target is not positive.
+            RunLockedError: another process is training in this folder.
+            NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
+            ScalerOverflowError: the gradient scaler skips without end.
+        """
+        with ExitStack() as stack:
+            fit = self._begin(max_steps, stack)
+            self._start_coordinator(stack)
+            self._announce(fit)
+            while fit.wants_more(self.step):
+                if self._train_step(fit):
+                    self._save_if_due(fit)
+                    self._evaluate_if_due(fit)
+            return self._finish(fit)
+
+    train = fit
+
+    def _begin(self, max_steps: int | None, stack: ExitStack) -> _Fit:
+        target = self._resolve_target(max_steps)
+        if folder := self._folder():
+            stack.enter_context(RunLock(folder))
+        self.model.to(self.device)
+        self.model.train()
+        scaler = self._new_scaler()
+        self.optimizer.zero_grad(set_to_none=True)
+        saver = self._new_saver()
+        if saver is not None:
+            stack.callback(saver.wait)
+        fit = _Fit(
+            target=target,
+            scaler=scaler,
+            guard=NonFiniteGuard(self.config.run.on_nonfinite, self.optimizer),
+            readback=Readback(self.device, self.logger.every_steps),
+            reporter=StepReporter(self.logger, self._counters, self.device, self._utilisation()),
+            saver=saver,
+            signals=stack.enter_context(SignalWatch()),
+            scale=scaler.get_scale() if scaler.is_enabled() else 1.0,
+        )
+        self._fit = fit
+        stack.callback(self._leave)
+        return fit
+
+    def _resolve_target(self, max_steps: int | None) -> int:
+        requested = max_steps if max_steps is not None else self.max_steps
+        if requested is None:
+            requested = self.config.data.max_steps or self.config.run.max_steps
+        if requested <= 0:
+            raise ConfigError(f"max_steps must be positive, not {requested}")
+        return max(self.step, requested)
+
+    def _folder(self) -> Path | None:
+        if self._lock_directory is not None:
+            return self._lock_directory
+        manager = self.checkpoint_manager
+        return manager.directory if manager is not None and manager.enabled else None
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        scaler = make_grad_scaler(self.precision)
+        if self._scaler_state:
+            scaler.load_state_dict(self._scaler_state)
+        self._scaler_state = None
+        return scaler
+
+    def _new_saver(self) -> CheckpointSaver | None:
+        if self.checkpoint_manager is None or not self.checkpoint_manager.enabled:
+            return None
+        # What a checkpoint cannot hold is said now, rather than at the first save hours later.
+        check(self.state_dict())
+        return CheckpointSaver(self.checkpoint_manager, self.logger, background=self.config.checkpoint.background)
+
+    def _utilisation(self) -> Callable[[float], float] | None:
+        peak = device_peak_flops(self.device, self.precision.dtype)
+        length = self.config.data.block_size
+        if peak is None or length is None:
+            return None
+        flops = training_flops_per_token(self.model, length)
+        return lambda tokens_per_sec: tokens_per_sec * flops / peak
+
+    def _leave(self) -> None:
+        if self._fit is not None and self._fit.scaler.is_enabled():
+            self._scaler_state = self._fit.scaler.state_dict()
+        self._fit = None
+
+    def _start_coordinator(self, stack: ExitStack) -> None:
+        if self.coordinator is None:
+            return
+        stack.callback(self.coordinator.stop)
+        staged = self._coordinator_state
+        if staged is not None and isinstance(self.coordinator, PreparesState):
+            self.coordinator.prepare_state(staged)
+        self.coordinator.start()
+        if staged is not None:
+            self.coordinator.load_state_dict(staged)
+        self._coordinator_state = None
+
+    def _announce(self, fit: _Fit) -> None:
+        self.logger.emit(
+            "train_start",
+            {
+                "step": self.step,
+                "target_steps": fit.target,
+                "device": str(self.device),
+                "precision": self.precision.mode,
+                "parameters": sum(p.numel() for p in self.model.parameters()),
+                "micro_batches": self.config.accumulation_steps,
+            },
+        )
+
+    # ------------------------------------------------------------------ one global step
+
+    def _train_step(self, fit: _Fit) -> bool:
+        """Run one global step; false when the gradient scaler skipped its update."""
+        batches = self._take_micro_batches()
+        loss = self._backward(batches, fit.scaler)
+        if fit.scaler.is_enabled():
+            norm, bad, applied = self._scaled_update(fit, loss)
+        else:
+            norm, bad, applied = self._guarded_update(fit, loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        if not applied:
+            return False
+        update = self._advance(batches, loss, norm, bad)
+        self._report(fit, fit.readback.add(update))
+        if fit.guard.refused:
+            # Known on the host already, so the run ends here and not at the next log.
+            self._settle()
+        return True
+
+    def _take_micro_batches(self) -> list[Any]:
+        batches = [next(self._batches) for _ in range(self.config.accumulation_steps)]
+        return [align_labels(batch) for batch in batches] if self.config.data.labels == "unshifted" else batches
+
+    def _backward(self, batches: list[Any], scaler: torch.amp.GradScaler) -> Tensor:
+        """Accumulate the gradients of one update; on a failure of compiled code, once more without it."""
+        if self._compiled is None:
+            return self._accumulate(self.model, batches, scaler)
+        rng = capture_rng_state()
+        try:
+            return self._accumulate(self._compiled, batches, scaler)
+        except Exception as error:  # noqa: BLE001 - compilers fail in any way; what the eager rerun raises is raised
+            if is_out_of_memory(error):
+                raise
+            self._abandon_compilation("runtime_fallback", error)
+            restore_rng_state(rng)
+            self.optimizer.zero_grad(set_to_none=True)
+        return self._accumulate(self.model, batches, scaler)
+
+    def _accumulate(self, model: Callable[..., Any], batches: list[Any], scaler: torch.amp.GradScaler) -> Tensor:
+        by_tokens = self.config.data.loss_normalization == "tokens"
+        shares = token_shares(batches) if by_tokens else equal_shares(len(batches))
+        return accumulate(lambda batch: self._forward(model, self._move_batch(batch)), batches, shares, scaler=scaler)
+
+    def _move_batch(self, batch: Any) -> Any:
+        return move_batch(batch, self.device)
+
+    _batch_size_and_tokens = staticmethod(batch_size_and_tokens)
+
+    def _guarded_update(self, fit: _Fit, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
+        norm = gradient_norm(self._parameters(), self.config.optimizer.grad_clip)
+        bad = fit.guard.inspect(loss, norm)
+        fit.guard.step(bad)
+        return norm, bad, True
+
+    def _scaled_update(self, fit: _Fit, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Update through the gradient scaler, which skips an update whose scaled gradients overflowed."""
+        fit.scaler.unscale_(self.optimizer)
+        norm = gradient_norm(self._parameters(), self.config.optimizer.grad_clip)
+        fit.scaler.step(self.optimizer)
+        fit.scaler.update()
+        before, fit.scale = fit.scale, fit.scaler.get_scale()
+        if fit.scale < before:
+            self._note_overflow(fit)
+        else:
+            fit.overflows = 0
+        return norm, torch.zeros_like(loss), fit.scale >= before
+
+    def _note_overflow(self, fit: _Fit) -> None:
+        fit.overflows += 1
+        self.logger.emit("optimizer_step_skipped", {"step": self.step + 1, "reason": "overflow", "scale": fit.scale})
+        if fit.overflows >= MAX_CONSECUTIVE_OVERFLOWS:
+            raise ScalerOverflowError(
+                f"step {self.step + 1}: the gradients overflowed {fit.overflows} times in a row, down to a loss scale "
+                f"of {fit.scale:g}; lower the learning rate, look for non-finite data, or use precision bf16 or fp32"
+            )
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _advance(self, batches: list[Any], loss: Tensor, norm: Tensor, bad: Tensor) -> Update:
+        """Move scheduler, step and coordinator on, and note what the update was."""
+        lr_applied = self._learning_rate()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step += 1
+        self._synchronise()
+        sizes = [self._batch_size_and_tokens(batch) for batch in batches]
+        return Update(
+            step=self.step,
+            lr=self._learning_rate(),
+            lr_applied=lr_applied,
+            samples=sum(samples for samples, _ in sizes),
+            tokens=sum(tokens for _, tokens in sizes),
+            micro_batches=len(batches),
+            loss=loss,
+            grad_norm=norm,
+            bad=bad,
+            at=time.perf_counter(),
+        )
+
+    def _learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _synchronise(self) -> None:
+        if self.coordinator is None or not self.coordinator.after_optimizer_step(self.model, self.step):
+            return
+        distributed = self.config.distributed
+        # A configured DumbDiLoCo asks after each exchange and leaves it to its key; any other coordinator means it.
+        if distributed.reset_inner_optimizer or not distributed.enabled:
+            self.optimizer.state.clear()
+
+    # ------------------------------------------------------------------ after a step
+
+    def _report(self, fit: _Fit, arrived: list[Numbers]) -> None:
+        for numbers in arrived:
+            if numbers.bad:
+                self._refuse(numbers)
+            fit.reporter.report(numbers)
+
+    def _refuse(self, numbers: Numbers) -> None:
+        step, policy = numbers.update.step, self.config.run.on_nonfinite
+        self.logger.emit(
+            "nonfinite",
+            {"step": step, "loss": numbers.loss, "grad_norm": numbers.grad_norm, "action": policy},
+        )
+        if policy == "stop":
+            raise NonFiniteError(
+                f"step {step}: the loss is {numbers.loss:g} and the gradient norm {numbers.grad_norm:g}; the weights "
+                "are those of the step before. Lower the learning rate, set optimizer.grad_clip, or look at the data; "
+                "run.on_nonfinite: skip leaves such updates out",
+                step=step,
+            )
+
+    def _settle(self) -> None:
+        """Wait for the numbers of all updates so far, and report them."""
+        if self._fit is not None:
+            self._report(self._fit, self._fit.readback.drain())
+
+    def _evaluate_if_due(self, fit: _Fit) -> None:
+        every = self.config.eval.every_steps
+        if every is not None and self.step % every == 0:
+            self._evaluate(fit)
+
+    def _evaluate(self, fit: _Fit) -> None:
+        if self._evaluator is None or fit.evaluated_at == self.step:
+            return
+        self._settle()
+        numbers = self._evaluator(self.model)
+        fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
+        self.logger.emit("eval", {"step": self.step, **numbers})
+
+    def _save_if_due(self, fit: _Fit) -> None:
+        if fit.saver is None:
+            return
+        fit.saver.poll()
+        if fit.saver.due(self.step):
+            self._save(fit.saver)
+
+    def _save(self, saver: CheckpointSaver) -> None:
+        if not saver.holds(self.step):
+            # Raises for a non-finite step first, so that it never becomes a checkpoint.
+            self._settle()
+            saver.save(self.step, self.state_dict())
+
+    def _finish(self, fit: _Fit) -> TrainResult:
+        self._settle()
+        signal = fit.signals.received
+        if signal is not None:
+            self.logger.emit("interrupted", {"step": self.step, "signal": signal.name})
+        if fit.saver is not None and fit.reporter.records:
+            self._save(fit.saver)
+            fit.saver.wait()
+        if signal is None and self.config.eval.at_end and fit.reporter.records:
+            self._evaluate(fit)
+        result = TrainResult(
+            steps=self.step,
+            samples=self._counters.samples,
+            tokens=self._counters.tokens,
+            final_loss=fit.reporter.final_loss,
+            elapsed_s=fit.reporter.elapsed(),
+            metrics=fit.reporter.records,
+            eval_loss=fit.eval_loss,
+            interrupted_by=None if signal is None else int(signal),
+            save_error=fit.saver.error if fit.saver is not None else None,
+        )
+        self._conclude(result)
+        return result
+
+    def _conclude(self, result: TrainResult) -> None:
+        self.logger.emit(
+            "train_end",
+            {
+                "step": result.steps,
+                "samples": result.samples,
+                "tokens": result.tokens,
+                "final_loss": result.final_loss,
+                "eval_loss": result.eval_loss,
+                "duration_s": result.elapsed_s,
+            },
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs, as a tree that a `CheckpointManager` can save."""
+        scaler = self._fit.scaler.state_dict() if self._fit is not None else self._scaler_state
+        coordinator = self.coordinator.state_dict() if self.coordinator is not None else None
+        return {
+            **self._metadata,
+            "step": self.step,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "model": _plain(self.model).state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "scaler": scaler or None,
+            "coordinator": coordinator if coordinator is not None else self._coordinator_state,
+            "rng": capture_rng_state(),
+            "data": self._batches.state_dict(),
+            "metrics": {"loss": self._fit.reporter.final_loss if self._fit is not None else None},
+            "precision": self.precision.mode,
+            "config": self.config.to_dict(redact_secrets=True),
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpointed state.
+
+        Model, optimizer, scheduler, counters, data position and RNG are restored at once; scaler and coordinator when
+        `fit` starts them. The saved precision and config are informational.
+
+        Raises:
+            CheckpointError: the state does not fit this model, optimizer or data; the tensors are named.
+        """
+        self.model.to(self.device)
+        _load_model(_plain(self.model), state["model"])
+        self._load_optimizer(state["optimizer"])
+        if self.scheduler is not None and state["scheduler"] is not None:
+            self.scheduler.load_state_dict(dict(state["scheduler"]))
+        self._recompute_learning_rates()
+        self.step = state["step"]
+        self._counters.samples = state["samples"]
+        self._counters.tokens = state["tokens"]
+        self._scaler_state = state["scaler"]
+        self._coordinator_state = state["coordinator"]
+        if state["data"] is not None:
+            self._batches.load_state_dict(state["data"])
+        restore_rng_state(state["rng"])
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        try:
+            self.optimizer.load_state_dict(dict(state))
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint's optimizer state does not fit this optimizer: {error}. Train with the optimizer that "
+                "wrote it, or start from its weights alone"
+            ) from error
+
+    def _recompute_learning_rates(self) -> None:
+        """Take the LR from the schedule at the restored step: the checkpoint's may come from another horizon."""
+        scheduler = self.scheduler
+        if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            return
+        for group, base, factor in zip(
+            self.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(scheduler.last_epoch)
+
+    # ------------------------------------------------------------------ set-up of features
+
+    def _configure_gradient_checkpointing(self) -> None:
+        if not self.config.gradient_checkpointing:
+            return
+        try:
+            hook: Any = self.model.set_gradient_checkpointing
+            hook(True)
+        except Exception as error:  # noqa: BLE001 - the hook is the user's code, and the feature only saves memory
+            self.logger.warning(f"gradient checkpointing is not available for this model: {error}")
+
+    def _compile(self) -> CompiledModel | None:
+        options = self.config.compile_options
+        try:
+            compiled = CompiledModel(self.model, mode=options.mode, dynamic=options.dynamic)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the eager model can train
+            self._abandon_compilation("construction_failed", error)
+            return None
+        self.logger.emit("compile", {"status": "enabled"})
+        return compiled
+
+    def _abandon_compilation(self, status: str, error: Exception) -> None:
+        self._compiled = None
+        self.logger.emit("compile", {"status": status, "error": f"{type(error).__name__}: {error}"})
+        trace = "".join(traceback.format_exception(error))
+        self.logger.warning(f"compilation failed, and training goes on without it:\n{trace}")
+
+
+TrainingEngine = Trainer
+SpeedtronicTrainer = Trainer
+
+
+def _as_config(config: SpeedtronicConfig | dict[str, Any] | None) -> SpeedtronicConfig:
+    if config is None:
+        return SpeedtronicConfig()
+    return SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """The module inside a `torch.compile`d one, so that saved names are the plain ones."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
+
+
+def _load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load `state` whole, or raise CheckpointError naming every tensor that is missing, extra or of another shape."""
+    own = model.state_dict()
+    problems = [f"{name} is missing in the checkpoint" for name in own.keys() - state.keys()]
+    problems += [f"{name} is not in this model" for name in state.keys() - own.keys()]
+    problems += [
+        f"{name} has shape {tuple(state[name].shape)} in the checkpoint and {tuple(own[name].shape)} in this model"
+        for name in own.keys() & state.keys()
+        if isinstance(own[name], Tensor) and own[name].shape != state[name].shape
+    ]
+    if problems:
+        raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(sorted(problems)))
+    model.load_state_dict(dict(state))

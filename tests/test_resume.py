@@ -1,0 +1,118 @@
+"""A run that stops and goes on in another process equals one that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.data.prepare import prepare
+from speedtronic.runtime import train_from_config
+from tests.support.configs import tiny
+
+SOURCES = ("synthetic", "text", "shards")
+CASES = [(source, workers) for source in SOURCES for workers in (0, 2)]
+STOP, END = 5, 12
+
+# Trains every configuration of a JSON file up to its stop, in a process of its own.
+FIRST_PART = """
+import json, sys
+from speedtronic.runtime import train_from_config
+for config in json.load(open(sys.argv[1])):
+    assert train_from_config(config, max_steps=int(sys.argv[2])).steps == int(sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, its shards, and the first part of each case trained in another process."""
+    folder = tmp_path_factory.mktemp("resume")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{number} bottles on the wall. " for number in range(30)), encoding="utf-8")
+    prepare([text], folder / "shards")
+    configs = folder / "configs.json"
+    configs.write_text(json.dumps([config_of(*case, folder, "parts") for case in CASES]), encoding="utf-8")
+    subprocess.run([sys.executable, "-c", FIRST_PART, str(configs), str(STOP)], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def config_of(source: str, workers: int, folder: Path, name: str) -> dict[str, Any]:
+    """Twelve updates of 2 × 2 samples each: more than one epoch of every source."""
+    origin = {
+        "synthetic": {"synthetic": True, "num_tokens": 42 * 16},
+        "text": {"text_path": str(folder / "text.txt")},
+        "shards": {"shards": str(folder / "shards")},
+    }
+    return tiny(
+        folder / name / f"{source}-{workers}",
+        run={"max_steps": END},
+        model={"vocab_size": 256, "dropout": 0.2},
+        data={
+            **origin[source],
+            "micro_batch_size": 2,
+            "target_batch_size": 4,
+            "shuffle": True,
+            "num_workers": workers,
+        },
+    )
+
+
+def final_state(config: dict[str, Any]) -> dict[str, Any]:
+    state = CheckpointManager(Path(config["run"]["output_dir"]) / "checkpoints").load_latest()
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize(("source", "workers"), CASES)
+def test_five_steps_a_new_process_and_seven_equal_twelve(
+    source: str, workers: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight = config_of(source, workers, folder, "straight")
+    parts = config_of(source, workers, folder, "parts")
+    whole = train_from_config(straight)
+    rest = train_from_config(parts, resume=True)
+    assert [record["loss"] for record in rest.metrics] == [record["loss"] for record in whole.metrics[STOP:]]
+    assert (rest.steps, rest.samples, rest.tokens) == (whole.steps, whole.samples, whole.tokens)
+    expected, resumed = final_state(straight), final_state(parts)
+    assert expected["data"]["loader"]["epoch"] > 0
+    assert expected["data"] == resumed["data"]
+    for name, tensor in expected["model"].items():
+        assert torch.equal(tensor, resumed["model"][name]), name
+
+
+def test_the_number_of_workers_does_not_change_the_batches(folder: Path) -> None:
+    without, with_two = (train_from_config(config_of("text", workers, folder, "workers")) for workers in (0, 2))
+    assert [r["loss"] for r in without.metrics] == [r["loss"] for r in with_two.metrics]
+
+
+def test_a_foreign_loader_is_replayed_to_its_place() -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from tests.support.models import Regression, make_trainer, regression_batches
+
+    inputs = torch.cat([x for x, _ in regression_batches()])
+    targets = torch.cat([y for _, y in regression_batches()])
+
+    class Dropping(Regression):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(torch.nn.functional.dropout(x, 0.3, self.training), y)
+
+    def fresh() -> Any:
+        torch.manual_seed(0)
+        return make_trainer(Dropping(), DataLoader(TensorDataset(inputs, targets), batch_size=5, shuffle=True))
+
+    whole = fresh().fit(12)
+    first = fresh()
+    first.fit(5)
+    state = first.state_dict()
+    torch.manual_seed(99)
+    second = fresh()
+    second.resume(state)
+    rest = second.fit(12)
+    assert [r["loss"] for r in rest.metrics] == [r["loss"] for r in whole.metrics[5:]]

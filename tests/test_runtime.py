@@ -1,0 +1,403 @@
+"""The composition root: sources of a configuration, precedence, seeding, parts, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from speedtronic import runtime
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
+from speedtronic.errors import CheckpointError, DeviceError, NotBuiltError
+from speedtronic.runtime import (
+    build_logger,
+    build_optimizer,
+    build_runtime,
+    build_scheduler,
+    seed_everything,
+    train_from_config,
+)
+from speedtronic.trainer import Trainer, TrainResult
+from tests.support.configs import tiny
+
+
+@pytest.fixture(autouse=True)
+def quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    """The runs' console lines go to the capture."""
+
+
+def as_yaml(config: dict[str, Any], folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(load_config(config).to_yaml(), encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------- sources
+
+
+def test_a_dict_a_yaml_a_string_and_a_config_all_build_the_same_run(tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    path = as_yaml(config, tmp_path)
+    losses = {
+        name: [record["loss"] for record in train_from_config(source).metrics]
+        for name, source in {
+            "dict": config,
+            "path": path,
+            "name": str(path),
+            "text": path.read_text(encoding="utf-8"),
+            "config": SpeedtronicConfig.from_dict(config),
+        }.items()
+    }
+    assert len(losses["dict"]) == 4
+    assert all(values == losses["dict"] for values in losses.values())
+
+
+def test_build_runtime_returns_a_trainer_and_its_manager(tmp_path: Path) -> None:
+    """Seed: "-> tuple[Trainer, CheckpointManager]"; "resolves hardware, and constructs every local component"."""
+    trainer, manager = build_runtime(tiny(tmp_path))
+    assert isinstance(trainer, Trainer)
+    assert isinstance(manager, CheckpointManager)
+    assert trainer.checkpoint_manager is manager
+    assert manager.directory == tmp_path / "checkpoints"
+    assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    assert trainer.scheduler is not None
+    assert trainer.coordinator is None
+
+
+def test_train_from_config_fits_and_has_two_more_names(tmp_path: Path) -> None:
+    """Seed: "Builds the runtime and immediately calls Trainer.fit()"; "run = train_from_config; train = …"."""
+    assert runtime.run is runtime.train is train_from_config
+    result = train_from_config(tiny(tmp_path))
+    assert isinstance(result, TrainResult)
+    assert result.steps == 4
+
+
+@pytest.mark.parametrize(("argument", "data", "expected"), [(1, 2, 1), (None, 2, 2), (None, None, 3)])
+def test_the_target_is_the_argument_then_data_then_run(
+    argument: int | None, data: int | None, expected: int, tmp_path: Path
+) -> None:
+    """Seed: "explicit build_runtime(max_steps=...) → data.max_steps → run.max_steps"."""
+    config = tiny(tmp_path, run={"max_steps": 3}, data={"max_steps": data})
+    assert train_from_config(config, max_steps=argument).steps == expected
+
+
+def test_the_max_steps_argument_leaves_the_schedule_alone(tmp_path: Path) -> None:
+    config = tiny(tmp_path, run={"max_steps": 10})
+    short = train_from_config(config, max_steps=3)
+    long = train_from_config(tiny(tmp_path / "long", run={"max_steps": 10}))
+    assert [record["lr"] for record in short.metrics] == [record["lr"] for record in long.metrics[:3]]
+
+
+def test_the_device_argument_comes_before_the_config(tmp_path: Path) -> None:
+    config = tiny(tmp_path, run={"device": "cuda:7"})
+    trainer, _ = build_runtime(config, device="cpu")
+    assert trainer.device == torch.device("cpu")
+    assert build_runtime(config, device=torch.device("cpu"))[0].device == torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_an_explicit_device_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="cuda"):
+        build_runtime(tiny(tmp_path, run={"device": "cuda"}))
+
+
+def test_a_zero_target_is_refused_rather_than_replaced(tmp_path: Path) -> None:
+    trainer, _ = build_runtime(tiny(tmp_path), max_steps=0)
+    with pytest.raises(ConfigError, match="positive"):
+        trainer.fit()
+
+
+# ---------------------------------------------------------------- what is not built yet
+
+NOT_BUILT: dict[str, dict[str, Any]] = {
+    "optimizer.name: muon": {"optimizer": {"name": "muon"}},
+    "optimizer.cautious": {"optimizer": {"cautious": True}},
+    "optimizer.ema": {"optimizer": {"ema": 0.99}},
+    "distributed.enabled": {"distributed": {"enabled": True, "repo_id": "a/b"}},
+    "ooo_backprop": {"ooo_backprop": True},
+    "tune": {"tune": "auto"},
+    "compile_options.regional": {"compile_options": {"regional": True}},
+    "precision.mode: fp8": {"precision": {"mode": "fp8"}},
+    "run.init_from": {"run": {"init_from": "weights.safetensors"}},
+    "data.document_mask": {"data": {"document_mask": True}},
+    "checkpoint.every_minutes": {"checkpoint": {"every_minutes": 5.0}},
+    "checkpoint.keep_every": {"checkpoint": {"keep_every": 100}},
+    "checkpoint.keep_best": {"checkpoint": {"keep_best": 1}},
+    "eval.patience": {"eval": {"patience": 3}},
+    "eval.samples": {"eval": {"samples": 2}},
+    "logging.trackers": {"logging": {"trackers": ["wandb"]}},
+    "shape_validation": {"shape_validation": {"alignment": 8}},
+}
+
+
+@pytest.mark.parametrize("key", NOT_BUILT)
+def test_what_is_not_built_yet_is_refused_by_name_and_never_ignored(key: str, tmp_path: Path) -> None:
+    with pytest.raises(NotBuiltError, match=key):
+        build_runtime(tiny(tmp_path, **NOT_BUILT[key]))
+
+
+def test_every_refusal_is_tested() -> None:
+    assert set(NOT_BUILT) == set(runtime._NOT_BUILT)
+
+
+def test_all_refusals_come_at_once(tmp_path: Path) -> None:
+    with pytest.raises(NotBuiltError) as caught:
+        build_runtime(tiny(tmp_path, ooo_backprop=True, tune="auto"))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_shape_validation_may_be_switched_off(tmp_path: Path) -> None:
+    build_runtime(tiny(tmp_path, shape_validation={"enabled": False}))
+
+
+def test_a_saved_full_config_builds_again(tmp_path: Path) -> None:
+    build_runtime(load_config(tiny(tmp_path)).to_dict())
+
+
+def test_build_optimizer_itself_refuses_muon() -> None:
+    config = SpeedtronicConfig.from_dict({"optimizer": "muon"})
+    with pytest.raises(NotBuiltError, match="muon"):
+        build_optimizer(nn.Linear(2, 2), config, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- plugins
+
+
+def test_plugins_are_imported_from_the_configs_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "plugin_of_a_test.py").write_text(
+        "import torch\n"
+        "from speedtronic import register_model\n"
+        "@register_model('plugin-of-a-test')\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self, config, width):\n"
+        "        super().__init__()\n"
+        "        self.embed = torch.nn.Embedding(config.vocab_size, width)\n"
+        "        self.head = torch.nn.Linear(width, config.vocab_size)\n"
+        "    def forward(self, input_ids, labels):\n"
+        "        return {'logits': self.head(self.embed(input_ids))}\n",
+        encoding="utf-8",
+    )
+    config = tiny(tmp_path, plugins=["plugin_of_a_test"], model={"name": "plugin-of-a-test", "extra": {"width": 8}})
+    trainer, _ = build_runtime(as_yaml(config, tmp_path))
+    assert trainer.model.get_parameter("embed.weight").shape == (64, 8)
+    assert trainer.fit().steps == 4
+
+
+def test_a_plugin_that_does_not_exist_is_named_with_the_places(tmp_path: Path) -> None:
+    path = as_yaml(tiny(tmp_path, plugins=["no_such_plugin"]), tmp_path)
+    with pytest.raises(ConfigError, match="no_such_plugin") as caught:
+        build_runtime(path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_plugins_own_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "broken_plugin_of_a_test.py").write_text("import not_installed_anywhere\n", encoding="utf-8")
+    path = as_yaml(tiny(tmp_path, plugins=["broken_plugin_of_a_test"]), tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        build_runtime(path)
+
+
+# ---------------------------------------------------------------- seeding
+
+
+def test_seeding_covers_python_numpy_torch_and_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed: "Python random; PYTHONHASHSEED in the current process environment; NumPy …; PyTorch CPU"."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+    def draw() -> tuple[float, float, float]:
+        seed_everything(42)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    first = draw()
+    assert draw() == first
+    assert os.environ["PYTHONHASHSEED"] == "42"
+    seed_everything(43)
+    assert random.random() != first[0]
+
+
+def test_all_cuda_devices_are_seeded_when_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed: "all CUDA devices when CUDA is available"."""
+    seeds: list[int] = []
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    seed_everything(5)
+    assert 5 in seeds
+
+
+def test_a_failing_numpy_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed: "NumPy failures are ignored"."""
+
+    def fail(seed: int) -> None:
+        raise RuntimeError("broken numpy")
+
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr(np.random, "seed", fail)
+    seed_everything(5)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    seed_everything(5)
+
+
+def test_the_run_is_seeded_before_the_model_is_made(tmp_path: Path) -> None:
+    first = build_runtime(tiny(tmp_path))[0].model.state_dict()
+    torch.rand(7)
+    second = build_runtime(tiny(tmp_path))[0].model.state_dict()
+    other = build_runtime(tiny(tmp_path, run={"seed": 4}))[0].model.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_the_logger_maps_its_section_and_has_no_hooks(tmp_path: Path) -> None:
+    """Seed: "Maps logging.level, file, json_file, and every_steps. It does not attach hooks"."""
+    section = {"level": "WARNING", "file": "run.log", "json_file": "run.jsonl", "every_steps": 7}
+    logger = build_logger(load_config(tiny(tmp_path, logging=section)))
+    with logger:
+        assert logger.every_steps == 7
+        logger.emit("train_step", {"step": 7, "loss": 1.0})
+    assert json.loads((tmp_path / "run.jsonl").read_text(encoding="utf-8"))["loss"] == 1.0
+
+
+def test_the_schedule_starts_at_its_warmup_and_moves_per_call() -> None:
+    config = SpeedtronicConfig.from_dict({"scheduler": {"warmup_steps": 4}})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = build_scheduler(optimizer, config)
+    rates = []
+    for _ in range(3):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.5, 1.0, 1.5])
+
+
+def test_threads_and_determinism_are_configured(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        build_runtime(tiny(tmp_path, run={"threads": 1, "deterministic": True}))
+        assert torch.get_num_threads() == 1
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_held_out_data_is_evaluated_at_the_end(tmp_path: Path) -> None:
+    result = train_from_config(tiny(tmp_path, data={"validation_fraction": 0.2}))
+    assert result.eval_loss is not None
+    assert result.eval_loss > 0
+
+
+def test_without_held_out_data_there_is_no_evaluation(tmp_path: Path) -> None:
+    assert train_from_config(tiny(tmp_path)).eval_loss is None
+
+
+def test_after_three_steps_every_trainable_tensor_of_the_reference_model_has_changed(tmp_path: Path) -> None:
+    trainer, _ = build_runtime(tiny(tmp_path, optimizer={"weight_decay": 0.0}))
+    before = {name: tensor.clone() for name, tensor in trainer.model.named_parameters()}
+    trainer.fit(3)
+    unchanged = [n for n, tensor in trainer.model.named_parameters() if torch.equal(tensor, before[n])]
+    assert not unchanged
+
+
+def test_a_run_that_writes_nothing_makes_no_folder(tmp_path: Path) -> None:
+    output = tmp_path / "runs"
+    train_from_config(tiny(output, checkpoint={"enabled": False}))
+    assert not output.exists()
+
+
+def test_a_jsonl_run_has_one_strict_object_per_line(tmp_path: Path) -> None:
+    train_from_config(tiny(tmp_path, logging={"json_file": "metrics.jsonl"}))
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [event["event"] for event in events if event["event"] == "train_step"] == ["train_step"] * 4
+    assert events[0]["event"] == "train_start"
+    assert events[-1]["event"] == "train_end"
+    assert all({"elapsed_s", "time"} <= event.keys() for event in events)
+
+
+def test_a_token_of_the_config_is_in_no_file_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "hf_averysecrettoken"
+    config = tiny(
+        tmp_path,
+        distributed={"token": secret},
+        logging={"json_file": "metrics.jsonl", "file": "run.log", "level": "DEBUG"},
+    )
+    train_from_config(config)
+    assert secret not in repr(load_config(config))
+    assert secret not in capsys.readouterr().out
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 6
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+# ---------------------------------------------------------------- resume
+
+
+def test_a_missing_checkpoint_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seed: "A missing checkpoint is a warning, not an error"."""
+    trainer, _ = build_runtime(tiny(tmp_path), resume=True)
+    assert "no checkpoint" in capsys.readouterr().out
+    assert trainer.fit().steps == 4
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_resume_continues_the_run(by: str, tmp_path: Path) -> None:
+    straight = train_from_config(tiny(tmp_path / "straight", run={"max_steps": 6}, model={"dropout": 0.1}))
+    config = tiny(tmp_path / "parts", run={"max_steps": 6}, model={"dropout": 0.1})
+    first = train_from_config(config, max_steps=2)
+    if by == "config":
+        config["checkpoint"] = {"resume": True}
+    second = train_from_config(config, resume=by == "argument")
+    losses = [record["loss"] for record in (*first.metrics, *second.metrics)]
+    assert losses == [record["loss"] for record in straight.metrics]
+    assert second.samples == straight.samples
+
+
+def test_a_changed_config_is_shown_key_by_key_and_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_from_config(tiny(tmp_path, optimizer={"lr": 1e-3, "weight_decay": 0.1}))
+    capsys.readouterr()
+    changed = tiny(tmp_path, run={"max_steps": 8}, optimizer={"lr": 1e-2, "weight_decay": 0.3})
+    trainer, _ = build_runtime(changed, resume=True)
+    shown = capsys.readouterr().out
+    assert "optimizer.lr: 0.001 -> 0.01" in shown
+    assert "optimizer.weight_decay: 0.1 -> 0.3" in shown
+    assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.3
+    result = trainer.fit()
+    expected = train_from_config(tiny(tmp_path / "other", run={"max_steps": 8}, optimizer={"lr": 1e-2}))
+    assert [r["lr_applied"] for r in result.metrics] == [r["lr_applied"] for r in expected.metrics[4:]]
+
+
+def test_a_changed_model_is_an_error_that_names_the_tensors(tmp_path: Path) -> None:
+    train_from_config(tiny(tmp_path))
+    with pytest.raises(CheckpointError, match=r"transformer\.wte\.weight has shape \(64, 16\)"):
+        build_runtime(tiny(tmp_path, model={"d_model": 32}), resume=True)
+
+
+def test_checkpoints_present_but_none_sound_is_an_error(tmp_path: Path) -> None:
+    train_from_config(tiny(tmp_path))
+    for weights in tmp_path.glob("checkpoints/*/model.safetensors"):
+        weights.write_bytes(b"torn")
+    with pytest.raises(CheckpointError):
+        build_runtime(tiny(tmp_path), resume=True)
+
+
+def test_a_fresh_run_may_start_in_a_used_folder_and_leaves_its_checkpoints(tmp_path: Path) -> None:
+    train_from_config(tiny(tmp_path))
+    before = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
+    result = train_from_config(tiny(tmp_path, run={"seed": 9}))
+    assert result.steps == 4
+    after = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert before < after

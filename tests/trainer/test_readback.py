@@ -1,0 +1,62 @@
+"""Numbers of updates come to the host in windows, complete and in order."""
+
+from __future__ import annotations
+
+import torch
+
+from speedtronic.trainer.readback import Numbers, Readback, Update
+
+
+def update(step: int, tokens: int | torch.Tensor = 8) -> Update:
+    return Update(
+        step=step,
+        lr=0.1,
+        lr_applied=0.2,
+        samples=2,
+        tokens=tokens,
+        micro_batches=1,
+        loss=torch.tensor(float(step)),
+        grad_norm=torch.tensor(step * 10.0),
+        bad=torch.tensor(float(step == 2)),
+        at=0.0,
+    )
+
+
+def facts(numbers: list[Numbers]) -> list[tuple[int, float, float, bool, int]]:
+    return [(n.update.step, n.loss, n.grad_norm, n.bad, n.tokens) for n in numbers]
+
+
+def test_every_step_comes_back_at_once_on_the_cpu() -> None:
+    readback = Readback(torch.device("cpu"), every=1)
+    assert facts(readback.add(update(1))) == [(1, 1.0, 10.0, False, 8)]
+    assert facts(readback.add(update(2))) == [(2, 2.0, 20.0, True, 8)]
+    assert readback.drain() == []
+
+
+def test_a_window_comes_back_when_its_last_step_is_a_multiple() -> None:
+    readback = Readback(torch.device("cpu"), every=3)
+    assert readback.add(update(1)) == readback.add(update(2)) == []
+    assert [n.update.step for n in readback.add(update(3))] == [1, 2, 3]
+
+
+def test_drain_returns_the_open_window_once() -> None:
+    readback = Readback(torch.device("cpu"), every=10)
+    readback.add(update(1))
+    readback.add(update(2))
+    assert [n.update.step for n in readback.drain()] == [1, 2]
+    assert readback.drain() == []
+
+
+def test_masked_token_counts_are_read_from_their_tensors() -> None:
+    readback = Readback(torch.device("cpu"), every=3)
+    readback.add(update(1, tokens=torch.tensor(5)))
+    readback.add(update(2))
+    assert [n.tokens for n in readback.add(update(3, tokens=torch.tensor(7)))] == [5, 8, 7]
+
+
+def test_float64_losses_keep_their_precision() -> None:
+    readback = Readback(torch.device("cpu"), every=1)
+    exact = 1.0 + 2.0**-40
+    entry = update(1)
+    object.__setattr__(entry, "loss", torch.tensor(exact, dtype=torch.float64))
+    assert readback.add(entry)[0].loss == exact

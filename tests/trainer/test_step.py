@@ -1,0 +1,217 @@
+"""Moving, counting, calling, accumulating, clipping: each alone."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speedtronic.precision import PrecisionPlan, resolve_precision
+from speedtronic.trainer.step import (
+    Forward,
+    accumulate,
+    batch_size_and_tokens,
+    equal_shares,
+    gradient_norm,
+    move_batch,
+    token_shares,
+)
+
+CPU = torch.device("cpu")
+OFF = torch.amp.GradScaler("cpu", enabled=False)
+
+
+def plan() -> PrecisionPlan:
+    return resolve_precision("fp32", CPU)
+
+
+def forward_of(model: nn.Module, **options: Any) -> Forward:
+    return Forward(model, plan(), warn=options.pop("warn", pytest.fail), **options)
+
+
+def test_nested_tensors_move_and_other_values_stay() -> None:
+    """Seed: "_move_batch() recursively transfers tensors in dictionaries, tuples, and lists"."""
+    pair = namedtuple("pair", "a b")
+    tensor = torch.ones(2)
+    moved = move_batch({"x": [tensor, (tensor, "s")], "p": pair(tensor, 3), "n": None}, torch.device("meta"))
+    assert moved["x"][0].device.type == moved["x"][1][0].device.type == moved["p"].a.device.type == "meta"
+    assert isinstance(moved["p"], pair)
+    assert (moved["x"][1][1], moved["p"].b, moved["n"]) == ("s", 3, None)
+
+
+def test_tensors_move_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed: "to the selected device with non_blocking=True"."""
+    seen: list[dict[str, Any]] = []
+
+    class Recorder(Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append(kwargs)
+            return self
+
+    move_batch((torch.ones(1).as_subclass(Recorder), torch.ones(1).as_subclass(Recorder)), CPU)
+    assert seen == [{"non_blocking": True}] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"input_ids": torch.zeros(2, 5), "inputs": torch.zeros(9, 9)}, (2, 10)),
+        ({"inputs": torch.zeros(3, 4)}, (3, 12)),
+        ((torch.zeros(4, 2), torch.zeros(4)), (4, 8)),
+        ([torch.zeros(6), 1], (6, 6)),
+        ({"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, (2, 3)),
+        ({"input_ids": torch.zeros(4), "attention_mask": torch.zeros(4)}, (4, 4)),
+        ({"pixels": torch.zeros(2, 3)}, (1, 1)),
+        ((), (1, 1)),
+        ("text", (1, 1)),
+        ((torch.tensor(3.0), 1), (1, 1)),
+    ],
+)
+def test_samples_and_tokens_are_counted(batch: Any, expected: tuple[int, int]) -> None:
+    """Seed: "_batch_size_and_tokens() chooses: dictionary input_ids, then inputs; or the first tuple/list field. For a
+    multi-dimensional dictionary input with attention_mask, tokens equal the mask sum. Unsupported values report one
+    sample and one token."
+    """
+    samples, tokens = batch_size_and_tokens(batch)
+    assert (samples, int(tokens)) == expected
+
+
+class Recording(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def _note(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls.append((args, kwargs))
+        return torch.tensor(1.0)
+
+
+class TakesTwo(Recording):
+    def forward(self, x: Any, y: Any) -> Tensor:
+        return self._note(x, y)
+
+
+class TakesOne(Recording):
+    def forward(self, x: Any, y: Any = None) -> Tensor:
+        return self._note(x) if y is None else self._note(x, y)
+
+
+class TakesShiftLabels(Recording):
+    def forward(self, input_ids: Any, labels: Any = None, shift_labels: Any = None) -> Tensor:
+        return self._note(input_ids=input_ids, labels=labels, shift_labels=shift_labels)
+
+
+def test_a_mapping_calls_the_model_with_keywords() -> None:
+    model = TakesTwo()
+    forward_of(model)(model, {"x": 1, "y": 2})
+    assert model.calls == [((1, 2), {})]
+
+
+def test_a_tuple_calls_the_model_with_its_first_two_fields() -> None:
+    model = TakesOne()
+    forward_of(model)(model, (1, 2, 3))
+    forward_of(model)(model, [4, 5])
+    assert model.calls == [((1, 2), {}), ((4, 5), {})]
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2), (torch.ones(2),), "text", 3])
+def test_any_other_batch_is_a_type_error(batch: Any) -> None:
+    model = TakesTwo()
+    with pytest.raises(TypeError, match="collate"):
+        forward_of(model)(model, batch)
+
+
+def test_with_loss_fn_a_model_gets_only_what_it_asks_for() -> None:
+    one, two = TakesOne(), TakesTwo()
+
+    def loss_fn(output: Any, batch: Any) -> Tensor:
+        return torch.tensor(0.0)
+
+    forward_of(one, loss_fn=loss_fn)(one, (1, 2))
+    forward_of(one, loss_fn=loss_fn)(one, {"x": 1, "label": 2})
+    forward_of(two, loss_fn=loss_fn)(two, (1, 2))
+    assert one.calls == [((1,), {}), ((1,), {})]
+    assert two.calls == [((1, 2), {})]
+
+
+def test_a_model_that_names_shift_labels_is_given_the_aligned_labels() -> None:
+    model = TakesShiftLabels()
+    forward_of(model)(model, {"input_ids": 1, "labels": 2})
+    assert model.calls[0][1] == {"input_ids": 1, "labels": 2, "shift_labels": 2}
+
+
+def test_a_bare_tensor_of_logit_shape_is_warned_about_once() -> None:
+    class Logits(nn.Module):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return torch.zeros(2, 4, 7)
+
+    warnings: list[str] = []
+    model = Logits()
+    forward = forward_of(model, warn=warnings.append)
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "labels": torch.zeros(2, 4, dtype=torch.long)}
+    forward(model, batch)
+    forward(model, batch)
+    assert len(warnings) == 1
+    assert "(2, 4, 7)" in warnings[0]
+
+
+def quadratic(weight: Tensor) -> Any:
+    return lambda batch: ((weight * batch["x"]) ** 2).mean()
+
+
+def test_accumulation_backpropagates_each_loss_divided_by_k() -> None:
+    """Seed: "Backpropagate loss / K immediately"; "the arithmetic mean of the K unscaled microbatch losses"."""
+    weight = torch.tensor(2.0, requires_grad=True)
+    batches = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([3.0])}]
+    loss = accumulate(quadratic(weight), batches, equal_shares(2), scaler=OFF)
+    assert loss.item() == pytest.approx((4.0 + 36.0) / 2)
+    assert weight.grad is not None
+    assert weight.grad.item() == pytest.approx((2 * 2 * 1 + 2 * 2 * 9) / 2)
+    assert not loss.requires_grad
+
+
+def test_micro_batches_of_nine_and_one_token_train_like_one_batch_of_ten() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 5).double()
+    inputs = torch.randn(2, 9, 4, dtype=torch.float64)
+    labels = torch.randint(0, 5, (2, 9))
+    labels[1, 1:] = -100
+
+    def mean_loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+    batches = [{"x": inputs[i], "labels": labels[i : i + 1]} for i in range(2)]
+    loss = accumulate(lambda batch: mean_loss(batch["x"], batch["labels"]), batches, token_shares(batches), scaler=OFF)
+    gradient = model.weight.grad
+    model.zero_grad()
+    whole = mean_loss(inputs, labels)
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_token_shares_of_an_update_without_any_target_are_zero() -> None:
+    batches = [{"labels": torch.full((1, 3), -100)}] * 2
+    shares = token_shares(batches)
+    assert [share(torch.tensor(5.0)).item() for share in shares] == [0.0, 0.0]
+
+
+def test_the_gradient_norm_is_that_over_all_parameters() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad = torch.tensor([3.0, 0.0])
+    parameters[1].grad = torch.tensor([4.0])
+    assert gradient_norm(parameters, None).item() == pytest.approx(5.0)
+    assert parameters[0].grad.tolist() == [3.0, 0.0]
+
+
+def test_clipping_scales_gradients_down_to_the_norm_and_never_up() -> None:
+    """Seed: "On the final microbatch, optionally unscale and clip"."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert gradient_norm([parameter], 1.0).item() == pytest.approx(5.0)
+    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+    gradient_norm([parameter], 10.0)
+    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
