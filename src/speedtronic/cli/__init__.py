@@ -1,0 +1,63 @@
+"""The `speedtronic` command. One file per command; what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from speedtronic import __version__
+from speedtronic.cli import checkpoints, data, generate, schema, train, validate
+from speedtronic.cli.arguments import CommandParser
+from speedtronic.errors import SpeedtronicError
+
+COMMANDS = (train, validate, schema, generate, data, checkpoints)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0 done; 1 a failure while running; 2 bad use, configuration or input, with one clear message; 128 + n a signal.
+    """
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return _exit_code(stop)
+    try:
+        code: int = args.run(args)
+    except SpeedtronicError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        _silence_stdout()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="speedtronic",
+        description="Train a PyTorch module from one YAML, fast and without losing a step.",
+    )
+    parser.add_argument("--version", action="version", version=f"speedtronic {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def _exit_code(stop: SystemExit) -> int:
+    return stop.code if isinstance(stop.code, int) else 0
+
+
+def _silence_stdout() -> None:
+    # The reader is gone; without this the interpreter would complain once more when it flushes at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,71 @@
+"""What the commands that read a configuration have in common: `CONFIG [section.key=value …]`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speedtronic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speedtronic.config import SpeedtronicConfig
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose positional words may stand before, between and behind the options.
+
+    argparse itself gives a list of positionals only the words up to the first option. To be handed to
+    `add_subparsers(parser_class=CommandParser)`.
+    """
+
+    def parse_known_args(  # type: ignore[override]  # argparse overloads it on the namespace's type
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        namespace, rest = super().parse_known_args(args, namespace)
+        if "words" not in namespace:
+            return namespace, rest
+        namespace.words = [*namespace.words, *(word for word in rest if not word.startswith("-"))]
+        return namespace, [word for word in rest if word.startswith("-")]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `CONFIG | --config CONFIG` and `section.key=value …`, which `load_from_arguments` reads."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG [section.key=value ...]",
+        help="the configuration file, then values that go before the file's",
+    )
+    parser.add_argument("--config", metavar="CONFIG", help="the configuration file, instead of the first word")
+
+
+def load_from_arguments(args: argparse.Namespace, extra: Sequence[str] = ()) -> tuple[SpeedtronicConfig, Path]:
+    """Load the configuration that the arguments name.
+
+    Args:
+        args: what a parser with `add_config_arguments` returned.
+        extra: further `section.key=value` overrides, which go before those in `args`.
+
+    Returns:
+        The configuration, and the folder of its file, from which its plugins may be imported.
+
+    Raises:
+        ConfigError: no file is named, or the configuration is wrong.
+    """
+    from speedtronic.config import load_config
+
+    file, overrides = _file_and_overrides(args)
+    return load_config(file, [*overrides, *extra]), file.resolve().parent
+
+
+def _file_and_overrides(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    if args.config is not None:
+        return Path(args.config), args.words
+    if not args.words or _OVERRIDE.match(args.words[0]):
+        raise ConfigError("no configuration file is named; write its path behind the command")
+    return Path(args.words[0]), args.words[1:]

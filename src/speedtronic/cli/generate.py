@@ -1,0 +1,110 @@
+"""`speedtronic generate`: let a trained model write."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from speedtronic.generation import TextGenerator
+
+SAMPLE_SEPARATOR = "\n---\n"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="let a trained model continue a text",
+        description="Continue a text with a trained model. The text appears as it is made, and ends after "
+        "--max-tokens or where the model ends its document.",
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="the run's YAML, its output folder, its checkpoints folder, or one checkpoint; a custom model "
+        "needs the YAML, whose plugins define it",
+    )
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt", default="", metavar="TEXT", help="the text to continue (default: begin a new document)"
+    )
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file with the text to continue")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="new tokens (default: 200)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 is always the likeliest token (default: 0.8)",
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="choose among the likeliest tokens that sum to P")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same text again; sample i uses S + i")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts to write (default: 1)")
+    parser.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from speedtronic.errors import ConfigError
+    from speedtronic.precision import resolve_device
+
+    if args.num_samples < 1:
+        raise ConfigError(f"--num-samples must be at least 1, not {args.num_samples}")
+    prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
+    generator = _load(Path(args.source), resolve_device(args.device))
+    for sample in range(args.num_samples):
+        if sample:
+            _write(SAMPLE_SEPARATOR)
+        pieces = generator.stream(
+            prompt,
+            max_new_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=None if args.seed is None else args.seed + sample,
+        )
+        _write(prompt)
+        for piece in pieces:
+            _write(piece)
+        _write("\n")
+    return 0
+
+
+def _load(source: Path, device: torch.device) -> TextGenerator:
+    from speedtronic.generation import load_generator
+
+    if source.is_dir():
+        return load_generator(source, device=device)
+
+    from speedtronic.config import load_config
+    from speedtronic.runtime import import_plugins
+
+    config = load_config(source)
+    import_plugins(config.plugins, source.resolve().parent)
+    return load_generator(Path(config.run.output_dir) / config.checkpoint.directory, config=config, device=device)
+
+
+def _read_prompt(path: Path) -> str:
+    from speedtronic.errors import DataError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--prompt-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompt-file {path}: not UTF-8 at byte {error.start}") from error
+
+
+def _write(text: str) -> None:
+    """Write what the terminal can show: a model may make any character, such as an escape sequence."""
+    out = sys.stdout
+    if out.isatty():
+        text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    encoding = out.encoding or "utf-8"
+    out.write(text.encode(encoding, "replace").decode(encoding))
+    out.flush()

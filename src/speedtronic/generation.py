@@ -1,0 +1,295 @@
+"""Writing with a trained model: sampling, the token loop, and loading what a checkpoint holds.
+
+Legend: `B` batch, `T` sequence, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.checkpoint.files import FileSystem
+from speedtronic.checkpoint.manifest import MANIFEST, read_manifest
+from speedtronic.checkpoint.snapshot import read_state
+from speedtronic.config import SpeedtronicConfig
+from speedtronic.data.tokenizers import StreamDecoder, Tokenizer, tokenizer_from_spec
+from speedtronic.errors import CheckpointError, ConfigError, InputError
+from speedtronic.model import evaluation_mode
+from speedtronic.registry import build_model, registry
+
+
+def sample_next(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Choose one token per row.
+
+    Args:
+        logits: `(B, V)` floating.
+        temperature: divides the logits; 0 takes the most likely token and uses no random number.
+        top_k: keep the k most likely tokens; a k beyond V keeps all.
+        top_p: of those, keep the fewest most likely ones whose probabilities sum to at least p (nucleus
+            sampling, Holtzman et al. 2020).
+        generator: where the random numbers come from, on the device of the logits; torch's global one by
+            default.
+
+    Returns:
+        int64 `(B,)`.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    _check_sampling(temperature, top_k, top_p)
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    # The most likely token is moved to 0 before dividing, so that a tiny temperature cannot overflow.
+    scores = (logits.float() - logits.amax(-1, keepdim=True).float()) / temperature
+    if top_k is not None:
+        scores = _keep_top_k(scores, top_k)
+    if top_p is not None:
+        scores = _keep_top_p(scores, top_p)
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def generate_tokens(
+    model: nn.Module,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    context_length: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    vocab_limit: int | None = None,
+    stop_id: int | None = None,
+) -> Iterator[int]:
+    """Continue a prompt, one token at a time, as they are asked for.
+
+    The model is called as `model(input_ids)` with int64 `(1, T)` on its own device and may return a mapping
+    with "logits", a tuple with them, or the logits `(1, T, V)` themselves. Between two tokens it is in the
+    modes it had before. Sampling has its own random numbers, drawn on the CPU: the global ones are neither
+    used nor moved.
+
+    Args:
+        prompt_ids: at least one token.
+        max_new_tokens: how many tokens to make at most.
+        context_length: the model sees at most this many of the newest tokens.
+        temperature, top_k, top_p: as in `sample_next`.
+        seed: equal seeds give equal tokens; `None` is a new text every time.
+        vocab_limit: ids from here on are never chosen, for a vocabulary that was padded.
+        stop_id: the text ends before this token.
+
+    Raises:
+        ConfigError: an argument is out of range. Raised at the call, before the first token.
+        InputError: the model returns no logits.
+    """
+    _check_sampling(temperature, top_k, top_p)
+    if not prompt_ids:
+        raise ConfigError("the prompt must have at least one token")
+    for name, value in (("max_new_tokens", max_new_tokens), ("context_length", context_length)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+
+    def tokens() -> Iterator[int]:
+        ids = list(prompt_ids)
+        for _ in range(max_new_tokens):
+            logits = _next_logits(model, ids[-context_length:])[:, :vocab_limit]
+            token = sample_next(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator).item()
+            if token == stop_id:
+                return
+            ids.append(int(token))
+            yield ids[-1]
+
+    return tokens()
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """A trained model with what it needs to read and write text.
+
+    Attributes:
+        model: in evaluation mode, on its device.
+        tokenizer: the one that the model was trained with.
+        context_length: longest sequence that it was trained on, in tokens.
+        step: the global step of the weights.
+    """
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    context_length: int
+    step: int
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """Continue a prompt in pieces of text, until the model ends its document or `max_new_tokens` are
+        made.
+
+        The prompt itself is not repeated. An empty one asks for the beginning of a document. Arguments and
+        errors as in `generate_tokens`; `DataError` for a prompt that the tokenizer cannot encode.
+        """
+        separator = self.tokenizer.separator_id
+        tokens = generate_tokens(
+            self.model,
+            self.tokenizer.encode(prompt) or [separator],
+            max_new_tokens=max_new_tokens,
+            context_length=self.context_length,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            vocab_limit=self.tokenizer.vocab_size,
+            stop_id=separator,
+        )
+        return self._decode(tokens)
+
+    def _decode(self, tokens: Iterator[int]) -> Iterator[str]:
+        decoder = StreamDecoder(self.tokenizer)
+        for token in tokens:
+            yield decoder.push(token)
+        yield decoder.flush()
+
+
+def load_generator(
+    source: str | Path, *, config: SpeedtronicConfig | None = None, device: str | torch.device = "cpu"
+) -> TextGenerator:
+    """Load the newest sound checkpoint below a folder, ready to write.
+
+    Args:
+        source: a run's output folder, its checkpoints folder, or one checkpoint.
+        config: describes the model; without it, the copy inside the checkpoint does. Then the model's name
+            must be registered already, since nothing that a checkpoint names is ever imported.
+        device: where the model goes.
+
+    Raises:
+        CheckpointError: there is no checkpoint, none is sound, or its weights do not fit the config's model.
+        ConfigError: the model cannot be built.
+        InputError: the model was not trained on text.
+    """
+    state = _load_state(Path(source))
+    tokenizer = _saved_tokenizer(state, source)
+    if config is None:
+        config = _saved_config(state, source)
+    model = build_model(config)
+    _load_weights(model, state["model"])
+    longest = config.model.max_seq_len
+    return TextGenerator(
+        model=model.to(device).eval(),
+        tokenizer=tokenizer,
+        context_length=min(longest, config.data.block_size or longest),
+        step=state["step"],
+    )
+
+
+def _load_state(source: Path) -> dict[str, Any]:
+    if (source / MANIFEST).is_file():
+        return _load_one(source)
+    below = source / "checkpoints"
+    state = CheckpointManager(below if below.is_dir() else source).load_latest()
+    if state is None:
+        raise CheckpointError(f"{source}: there is no checkpoint here; train first, or name the folder of a run")
+    return state
+
+
+def _load_one(checkpoint: Path) -> dict[str, Any]:
+    files = FileSystem()
+    try:
+        return read_state(files, checkpoint, read_manifest(files, checkpoint))
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from error
+
+
+def _saved_tokenizer(state: Mapping[str, Any], source: str | Path) -> Tokenizer:
+    if state.get("tokenizer") is None:
+        raise InputError(f"{source}: this model was trained on bare token ids; without a tokenizer it cannot write")
+    return tokenizer_from_spec(state["tokenizer"])
+
+
+def _saved_config(state: Mapping[str, Any], source: str | Path) -> SpeedtronicConfig:
+    if not state.get("config"):
+        raise CheckpointError(f"{source}: this checkpoint has no configuration; name the YAML it was trained with")
+    config = SpeedtronicConfig.from_dict(state["config"])
+    if config.model.name not in registry:
+        raise ConfigError(
+            f"{source}: this checkpoint is of the custom model {config.model.name!r}, and no code that a "
+            "checkpoint names is ever imported; name the YAML it was trained with, whose plugins define it"
+        )
+    return config
+
+
+def _load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint's weights do not fit the configured model: {error}") from error
+
+
+def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not (math.isfinite(temperature) and temperature >= 0.0):
+        raise ConfigError(f"temperature must be 0 (always the likeliest token) or more, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k must be at least 1, not {top_k}")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise ConfigError(f"top_p must be greater than 0 and at most 1, not {top_p}")
+
+
+def _keep_top_k(scores: Tensor, k: int) -> Tensor:
+    threshold = scores.topk(min(k, scores.size(-1)), dim=-1)
+    return torch.full_like(scores, -math.inf).scatter(-1, threshold.indices, threshold.values)
+
+
+def _keep_top_p(scores: Tensor, p: float) -> Tensor:
+    ordered, order = scores.sort(dim=-1, descending=True)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    beyond = before >= p
+    beyond[..., 0] = False
+    return torch.full_like(scores, -math.inf).scatter(-1, order, ordered.masked_fill(beyond, -math.inf))
+
+
+def _next_logits(model: nn.Module, ids: list[int]) -> Tensor:
+    """Float32 `(1, V)` on the CPU: the scores of the token that follows `ids`."""
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    with evaluation_mode(model), torch.inference_mode():
+        output = model(torch.tensor([ids], device=device))
+        return _logits_of(output)[:, -1].float().cpu()
+
+
+def _logits_of(output: Any) -> Tensor:
+    candidates = [output]
+    if isinstance(output, Mapping):
+        candidates = [output.get("logits")]
+    elif isinstance(output, tuple | list):
+        candidates = list(output)
+    for candidate in candidates:
+        if isinstance(candidate, Tensor) and candidate.ndim == 3:
+            return candidate
+    raise InputError(
+        f"the model returned {type(output).__name__} without logits of shape (B, T, V); to generate, "
+        "model(input_ids) must return them alone, in a tuple, or as 'logits' of a mapping"
+    )

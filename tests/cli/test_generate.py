@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.cli import generate, main
+from speedtronic.config import SpeedtronicConfig, load_config
+from speedtronic.data.tokenizers import CorpusCharTokenizer
+from speedtronic.registry import build_model
+from speedtronic.runtime import import_plugins
+
+TEXT = "to be or not\n"
+MODEL = {"vocab_size": 16, "max_seq_len": 12, "n_layer": 1, "n_head": 2, "d_model": 8}
+
+PLUGIN = """
+from torch import nn
+from speedtronic import register_model
+
+@register_model("bag_of_one")
+def build(config):
+    return nn.Sequential(nn.Embedding(config.vocab_size, 4), nn.Linear(4, config.vocab_size))
+"""
+
+
+def trained(folder: Path, **sections: Any) -> Path:
+    """A YAML whose run has one checkpoint."""
+    path = folder / "run.yaml"
+    path.write_text(json.dumps({"run": {"output_dir": str(folder / "out")}, "model": MODEL, **sections}))
+    save(load_config(path), folder)
+    return path
+
+
+def save(config: SpeedtronicConfig, folder: Path) -> None:
+    import_plugins(config.plugins, folder)
+    torch.manual_seed(0)
+    state = {
+        "model": build_model(config).state_dict(),
+        "config": config.to_dict(redact_secrets=True),
+        "tokenizer": CorpusCharTokenizer(TEXT).spec(),
+        "step": 3,
+    }
+    CheckpointManager(Path(config.run.output_dir) / config.checkpoint.directory).save(3, state)
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    return trained(tmp_path)
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["generate", *map(str, arguments), "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_the_prompt_is_continued_and_ends_with_a_new_line(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    out = output(capsys, run_yaml, "--prompt", "to be", "--max-tokens", 9, "--seed", 1)
+    assert out.startswith("to be")
+    assert out.endswith("\n")
+    assert 5 < len(out) <= 5 + 9 + 1
+    assert set(out) <= set(TEXT)
+
+
+def test_a_yaml_and_its_folders_give_the_same_text(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    out = run_yaml.parent / "out"
+    sources = (run_yaml, out, out / "checkpoints", out / "checkpoints" / "step_000000000003")
+    assert len({output(capsys, source, "--prompt", "t", "--seed", 5) for source in sources}) == 1
+
+
+def test_the_seed_decides_the_text(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    first, again, other = (output(capsys, run_yaml, "--seed", seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_each_sample_is_what_its_own_seed_gives(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    alone = [output(capsys, run_yaml, "--prompt", "to", "--seed", seed) for seed in (7, 8)]
+    both = output(capsys, run_yaml, "--prompt", "to", "--seed", 7, "--num-samples", 2)
+    assert both == generate.SAMPLE_SEPARATOR.join(alone)
+
+
+def test_sampling_options_reach_the_sampler(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    greedy = output(capsys, run_yaml, "--prompt", "t", "--temperature", 0)
+    assert output(capsys, run_yaml, "--prompt", "t", "--top-k", 1) == greedy
+    assert output(capsys, run_yaml, "--prompt", "t", "--top-p", 1e-6) == greedy
+
+
+def test_a_prompt_may_come_from_a_file(capsys: pytest.CaptureFixture[str], run_yaml: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("or not")
+    assert output(capsys, run_yaml, "--prompt-file", file).startswith("or not")
+
+
+def test_a_custom_model_comes_with_its_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "bag_plugin.py").write_text(PLUGIN)
+    try:
+        path = trained(tmp_path, model={**MODEL, "name": "bag_of_one"}, plugins=["bag_plugin"])
+        assert output(capsys, path, "--prompt", "to be").startswith("to be")
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "q"], "'q'"),
+        (["--top-k", "0"], "top_k"),
+        (["--temperature", "-1"], "temperature"),
+        (["--max-tokens", "0"], "max_new_tokens"),
+        (["--num-samples", "0"], "--num-samples must be at least 1, not 0"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--prompt-file", "no/such/file"], "no/such/file"),
+        (["--prompt-file", "latin.txt"], "latin.txt: not UTF-8 at byte 2"),
+    ],
+)
+def test_bad_use_is_one_clear_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    run_yaml: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(run_yaml.parent)
+    Path("latin.txt").write_bytes(b"to\xe9")
+    assert main(["generate", str(run_yaml), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_source_that_is_not_there_is_exit_code_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["generate", str(tmp_path / "nowhere.yaml")]) == 2
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Pipe(io.TextIOWrapper):
+    def __init__(self, encoding: str) -> None:
+        self.bytes = io.BytesIO()
+        super().__init__(self.bytes, encoding=encoding)
+
+
+def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    generate._write("a\x1b[2J\tb\né\x07")
+    assert terminal.getvalue() == "a\ufffd[2J\tb\né\ufffd"
+
+
+def test_a_pipe_gets_every_character_that_its_encoding_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, expected in (("utf-8", "a\x1bé".encode()), ("ascii", b"a\x1b?")):
+        pipe = Pipe(encoding)
+        monkeypatch.setattr(sys, "stdout", pipe)
+        generate._write("a\x1bé")
+        assert pipe.bytes.getvalue() == expected
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_ends_quietly(run_yaml: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "speedtronic",
+        "generate",
+        str(run_yaml),
+        "--max-tokens",
+        "100000",
+        "--device",
+        "cpu",
+    ]
+    with subprocess.Popen(
+        [*command, "--num-samples", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(3)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read() == b""

@@ -1,0 +1,152 @@
+"""The train command: exit codes, overrides, signals, pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.cli import main
+from tests.support.configs import tiny
+
+COMMAND = [sys.executable, "-m", "speedtronic", "train"]
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(tiny(folder / "run", **sections)), encoding="utf-8")
+    return path
+
+
+def test_training_ends_with_exit_code_0_and_a_checkpoint(tmp_path: Path) -> None:
+    assert main(["train", str(write_config(tmp_path))]) == 0
+    assert (tmp_path / "run/checkpoints/step_000000000004/manifest.json").is_file()
+
+
+def test_config_may_be_named_by_option_with_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path)
+    assert main(["train", "--config", str(config), "run.max_steps=2", "optimizer.lr=1e-2"]) == 0
+    assert "step 2" in capsys.readouterr().out
+    assert not (tmp_path / "run/checkpoints/step_000000000004").exists()
+
+
+def test_options_are_overrides_of_the_run_section(tmp_path: Path) -> None:
+    output = tmp_path / "elsewhere"
+    options = ["--max-steps", "3", "--device", "cpu", "--output-dir", str(output)]
+    assert main(["train", str(write_config(tmp_path)), *options]) == 0
+    state = CheckpointManager(output / "checkpoints").load_latest()
+    assert state is not None
+    assert (state["step"], state["config"]["scheduler"]["max_steps"]) == (3, 3)
+
+
+def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path)
+    assert main(["train", str(config), "data.max_steps=2"]) == 0
+    capsys.readouterr()
+    assert main(["train", str(config), "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "step 3" in out
+    assert "step 1 " not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["train"], "configuration file"),
+        (["train", "missing.yaml"], "missing.yaml"),
+        (["train", "CONFIG", "--device", "cuda:77"], "cuda"),
+        (["train", "CONFIG", "data.micro_batchsize=2"], "data.micro_batch_size"),
+        (["train", "CONFIG", "data.text_path=no/such/text.txt"], "no/such/text.txt"),
+        (["train", "CONFIG", "optimizer.name=muon"], "muon"),
+        (["train", "CONFIG", "--max-steps", "0"], "run.max_steps"),
+        (["train", "CONFIG", "plugins=[no_such_module]"], "no_such_module"),
+    ],
+)
+def test_bad_use_is_one_clear_message_and_exit_code_2(
+    arguments: list[str], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path))
+    assert main([config if argument == "CONFIG" else argument for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert word in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_nan_ends_with_exit_code_1_and_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, optimizer={"lr": 1e30}, scheduler={"warmup_steps": 0})
+    assert main(["train", str(config)]) == 1
+    assert "error: step 2: the loss is" in capsys.readouterr().err
+
+
+def test_an_output_directory_that_is_a_file_is_a_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "run").write_text("in the way", encoding="utf-8")
+    assert main(["train", str(config)]) == 2
+    assert str(tmp_path / "run") in capsys.readouterr().err
+
+
+def start_long_run(folder: Path) -> subprocess.Popen[str]:
+    """A run that takes minutes, past its first step."""
+    config = write_config(folder, run={"max_steps": 1_000_000}, logging={"json_file": "metrics.jsonl"})
+    process = subprocess.Popen([*COMMAND, str(config)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step 5 " in line:
+            break
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "Traceback" not in out
+    lines = (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    last_step = [json.loads(line)["step"] for line in lines if '"train_step"' in line][-1]
+    state = CheckpointManager(tmp_path / "run/checkpoints").load_latest()
+    assert state is not None
+    assert state["step"] == last_step
+
+
+def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start_long_run(tmp_path)
+    try:
+        assert main(["train", str(tmp_path / "config.yaml")]) == 2
+        assert str(process.pid) in capsys.readouterr().err
+    finally:
+        process.kill()
+        process.communicate()
+    # The holder is dead, so its folder is free again.
+    assert main(["train", str(tmp_path / "config.yaml"), "--max-steps", "2"]) == 0
+
+
+def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:
+    config = write_config(tmp_path, run={"max_steps": 200})
+    reader, writer = os.pipe()
+    process = subprocess.Popen([*COMMAND, str(config)], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    os.read(reader, 10)
+    os.close(reader)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert errors == ""
+    assert (tmp_path / "run/checkpoints/step_000000000200").is_dir()
+
+
+def test_piped_output_has_no_control_characters(tmp_path: Path) -> None:
+    done = subprocess.run([*COMMAND, str(write_config(tmp_path))], capture_output=True, text=True, check=True)
+    assert all(character.isprintable() or character == "\n" for character in done.stdout)
