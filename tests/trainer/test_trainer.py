@@ -469,6 +469,13 @@ def test_the_final_loss_is_that_of_the_last_update() -> None:
     assert result.final_loss == result.metrics[-1]["loss"]
 
 
+def test_elapsed_time_is_that_of_the_invocation() -> None:
+    """Seed: "Duration of this invocation"."""
+    ours = make_trainer()
+    first, second = ours.fit(50), ours.fit(51)
+    assert 0 < second.elapsed_s < first.elapsed_s
+
+
 def test_token_normalisation_equals_one_big_batch() -> None:
     torch.manual_seed(0)
     model = OnlyLogits().double()
@@ -861,6 +868,34 @@ def test_state_that_cannot_be_saved_is_refused_at_the_start(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"coordinator\.peer"):
         ours.fit(1)
     assert ours.step == 0
+
+
+def test_resume_restores_everything_at_once() -> None:
+    """Seed: "Trainer.resume(state) immediately restores: model state; optimizer state; scheduler state; global
+    step/sample/token counters; RNG state".
+    """
+
+    def adam_trainer() -> Trainer:
+        torch.manual_seed(3)
+        model = Regression()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        return make_trainer(model, optimizer=optimizer, scheduler=scheduler)
+
+    first = adam_trainer()
+    first.fit(3)
+    state = first.state_dict()
+    expected = torch.rand(2)
+    second = adam_trainer()
+    second.resume(state)
+    assert torch.equal(torch.rand(2), expected)
+    assert (second.step, second.samples, second.tokens) == (3, 12, 36)
+    assert torch.equal(second.model.get_parameter("linear.weight"), first.model.get_parameter("linear.weight"))
+    weight = second.model.get_parameter("linear.weight")
+    assert second.optimizer.state[weight]["step"] == 3
+    assert second.scheduler is not None
+    assert second.scheduler.last_epoch == 3
+    assert second.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
 
 
 def test_another_model_is_an_error_that_names_the_tensors() -> None:
