@@ -16,7 +16,7 @@ from speedtronic.data.tokenizers import CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import CheckpointError, ConfigError, InputError
 from speedtronic.generation import TextGenerator, generate_tokens, load_generator, sample_next
 from speedtronic.model import ReferenceTransformer
-from speedtronic.registry import build_model
+from speedtronic.registry import build_model, register_model
 
 LOGITS = torch.tensor([[0.4, 0.1, 0.3, 0.2]]).log()
 
@@ -306,20 +306,33 @@ def test_the_context_is_as_long_as_the_training_sequences(tmp_path: Path) -> Non
     assert load_generator(tmp_path).context_length == 5
 
 
-def test_a_given_config_describes_the_model(tmp_path: Path) -> None:
-    settings = config(tmp_path)
-    save(settings, config={})
-    assert load_generator(tmp_path, config=settings).step == 3
-    with pytest.raises(CheckpointError, match="no configuration; name the YAML"):
+def test_a_checkpoint_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    save(config(tmp_path), config={})
+    with pytest.raises(CheckpointError, match="no configuration"):
         load_generator(tmp_path)
+
+
+def test_values_that_a_checkpoint_does_not_keep_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def factory(section: Any, *, special_token: str, width: int) -> nn.Module:
+        given.append({"special_token": special_token, "width": width})
+        return nn.Linear(width, width)
+
+    register_model("keeps-a-token", factory, replace=True)
+    settings = config(tmp_path, model={"name": "keeps-a-token", "extra": {"special_token": "<s>", "width": 2}})
+    save(settings)
+    load_generator(tmp_path, extra={"special_token": "<s>", "width": 7})
+    assert given[-1] == {"special_token": "<s>", "width": 2}
 
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     settings = config(tmp_path)
-    save(settings)
-    settings.model.d_model = 16
+    other = settings.to_dict()
+    other["model"]["d_model"] = 16
+    save(settings, config=other)
     with pytest.raises(CheckpointError, match=r"(?s)do not fit.*q_proj"):
-        load_generator(tmp_path, config=settings)
+        load_generator(tmp_path)
 
 
 def test_a_model_of_token_ids_cannot_write(tmp_path: Path) -> None:

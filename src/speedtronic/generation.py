@@ -175,25 +175,29 @@ class TextGenerator:
 
 
 def load_generator(
-    source: str | Path, *, config: SpeedtronicConfig | None = None, device: str | torch.device = "cpu"
+    source: str | Path, *, extra: Mapping[str, Any] | None = None, device: str | torch.device = "cpu"
 ) -> TextGenerator:
     """Load the newest sound checkpoint below a folder, ready to write.
 
+    The model is the one that the checkpoint's own configuration describes. Its name must be registered already, since
+    nothing that a checkpoint names is ever imported.
+
     Args:
         source: a run's output folder, its checkpoints folder, or one checkpoint.
-        config: describes the model; without it, the copy inside the checkpoint does. Then the model's name
-            must be registered already, since nothing that a checkpoint names is ever imported.
+        extra: `model.extra` of the run, for values that a checkpoint does not keep because their keys look secret.
         device: where the model goes.
 
     Raises:
-        CheckpointError: there is no checkpoint, none is sound, or its weights do not fit the config's model.
+        CheckpointError: there is no checkpoint, none is sound, or its weights do not fit its model.
         ConfigError: the model cannot be built.
         InputError: the model was not trained on text.
     """
     state = _load_state(Path(source))
     tokenizer = _saved_tokenizer(state, source)
-    if config is None:
-        config = _saved_config(state, source)
+    config = _saved_config(state, source)
+    for key, value in (extra or {}).items():
+        if config.model.extra.get(key) is None:
+            config.model.extra[key] = value
     model = build_model(config)
     _load_weights(model, state["model"])
     longest = config.model.max_seq_len
@@ -245,7 +249,7 @@ def _load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint's weights do not fit the configured model: {error}") from error
+        raise CheckpointError(f"the checkpoint's weights do not fit its model: {error}") from error
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -86,7 +86,8 @@ def _load(source: Path, device: torch.device) -> TextGenerator:
 
     config = load_config(source)
     import_plugins(config.plugins, source.resolve().parent)
-    return load_generator(Path(config.run.output_dir) / config.checkpoint.directory, config=config, device=device)
+    folder = Path(config.run.output_dir) / config.checkpoint.directory
+    return load_generator(folder, extra=config.model.extra, device=device)
 
 
 def _read_prompt(path: Path) -> str:

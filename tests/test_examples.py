@@ -1,0 +1,96 @@
+"""The examples and the README's own code do what they say."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from speedtronic.cli import main
+from speedtronic.config import load_config
+from speedtronic.data.prepare import prepare
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder whose plugins are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("model", "my_model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_a_sound_configuration(path: Path) -> None:
+    load_config(path)
+
+
+def test_the_smoke_example_takes_four_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(ROOT / "examples/smoke.yaml")]) == 0
+    assert "step 4" in capsys.readouterr().out
+    assert (folder / "runs/smoke/checkpoints/step_000000000004").is_dir()
+
+
+def test_the_custom_model_example_learns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "examples/custom_model/custom_model.yaml")
+    assert main(["train", config, "run.max_steps=40"]) == 0
+    losses = [float(loss) for loss in re.findall(r"^step .*?loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_quickstart_trains_and_writes_on_small_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = folder / "text.py"
+    text.write_text("def double(x):\n    return 2 * x\n" * 2000, encoding="utf-8")
+    prepare([text], folder / "data/python-stdlib")
+    config = str(ROOT / "examples/quickstart.yaml")
+    assert main(["train", config, "run.max_steps=3", "model.d_model=32", "model.n_layer=1"]) == 0
+    capsys.readouterr()
+    assert main(["generate", config, "--prompt", "def ", "--max-tokens", "5", "--seed", "1"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
+def test_the_shakespeare_example_trains_on_any_text(folder: Path) -> None:
+    (folder / "shakespeare.txt").write_text("To be, or not to be: that is the question.\n" * 200, encoding="utf-8")
+    config = str(ROOT / "examples/shakespeare_char.yaml")
+    assert main(["train", config, "run.max_steps=2", "eval.batches=2"]) == 0
+
+
+def test_the_readmes_python_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (block for block in readme_blocks("python") if "Trainer" in block)
+    exec(compile(block, "README.md", "exec"), {})
+    assert float(capsys.readouterr().out.splitlines()[-1].split()[0]) < 0.1
+
+
+def test_the_readmes_model_trains_by_its_yaml(folder: Path) -> None:
+    (model,) = (block for block in readme_blocks("python") if "my_model.py" in block)
+    (config,) = (block for block in readme_blocks("yaml") if "my_run.yaml" in block)
+    (folder / "my_model.py").write_text(model, encoding="utf-8")
+    (folder / "my_run.yaml").write_text(config, encoding="utf-8")
+    assert main(["train", "my_run.yaml"]) == 0
+    assert (folder / "runs/bigram/checkpoints/step_000000000050").is_dir()
+
+
+def test_the_readmes_configuration_is_sound() -> None:
+    (block,) = (block for block in readme_blocks("yaml") if "quickstart" in block)
+    assert load_config(block).accumulation_steps == 2
+
+
+def test_the_readmes_error_is_the_one_that_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (block for block in readme_blocks("yaml") if "quickstart" in block)
+    wrong = block.replace("micro_batch_size: 16 ", "micro_batchsize: 16 ")
+    (folder / "config.yaml").write_text(wrong, encoding="utf-8")
+    assert main(["validate", "config.yaml"]) == 2
+    shown = re.search(r"error: config\.yaml:\d+: data\.micro_batchsize.*", README)
+    assert shown is not None
+    assert shown.group() in capsys.readouterr().err
