@@ -63,6 +63,23 @@ def test_no_two_modules_of_one_room_import_each_other() -> None:
     assert not circles
 
 
+def test_the_registry_keeps_its_name_whatever_is_imported_first() -> None:
+    code = (
+        "import speedtronic.registry\nimport speedtronic\nfrom speedtronic import registry\n"
+        "from speedtronic.registry import ModelRegistry, build_model\n"
+        "assert isinstance(registry, ModelRegistry) and speedtronic.registry is registry"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_exported_name_exists() -> None:
+    code = (
+        "import speedtronic\nfrom speedtronic import *\n"
+        "assert all(getattr(speedtronic, name) is not None for name in speedtronic.__all__)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize(
     "statement",
     [

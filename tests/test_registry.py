@@ -99,6 +99,13 @@ def test_what_is_no_module_is_refused(models: ModelRegistry) -> None:
         models.build(section("text"))
 
 
+def test_a_factory_that_takes_the_section_alone_reads_extra_itself(models: ModelRegistry) -> None:
+    models.register("own-reader", lambda config: nn.Linear(config.extra["width"], 1))
+    model = models.build(section("own-reader", width=5))
+    assert isinstance(model, nn.Linear)
+    assert model.in_features == 5
+
+
 def test_extra_keys_that_the_factory_does_not_take_are_named(models: ModelRegistry) -> None:
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'depth'.*model\.extra\.depth"):
         models.build(section(depth=3))

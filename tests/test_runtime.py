@@ -116,6 +116,22 @@ def test_a_zero_target_is_refused_rather_than_replaced(tmp_path: Path) -> None:
         trainer.fit()
 
 
+def test_the_trainer_knows_its_target(tmp_path: Path) -> None:
+    assert build_runtime(tiny(tmp_path, data={"max_steps": 2}))[0].max_steps == 2
+    assert build_runtime(tiny(tmp_path))[0].max_steps == 4
+    assert build_runtime(tiny(tmp_path), max_steps=1)[0].max_steps == 1
+
+
+def test_parts_follow_a_config_that_was_edited_by_attribute(tmp_path: Path) -> None:
+    config = load_config(tiny(tmp_path))
+    config.run.max_steps = 10
+    config.run.log_every = 5
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_scheduler(optimizer, config)
+    assert scheduler.lr_lambdas[0](10) == pytest.approx(0.1)
+    assert build_logger(config).every_steps == 5
+
+
 # ---------------------------------------------------------------- what is not built yet
 
 NOT_BUILT: dict[str, dict[str, Any]] = {
@@ -191,6 +207,17 @@ def test_plugins_are_imported_from_the_configs_own_folder(tmp_path: Path, monkey
     trainer, _ = build_runtime(as_yaml(config, tmp_path))
     assert trainer.model.get_parameter("embed.weight").shape == (64, 8)
     assert trainer.fit().steps == 4
+
+
+def test_a_dataset_is_found_in_the_configs_own_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "data_of_a_test.py").write_text(
+        "from speedtronic.data import SyntheticTokenDataset\n"
+        "def make(data):\n"
+        "    return SyntheticTokenDataset(8, data.block_size, data.vocab_size, 0)\n",
+        encoding="utf-8",
+    )
+    assert train_from_config(as_yaml(tiny(tmp_path, data={"dataset": "data_of_a_test:make"}), tmp_path)).steps == 4
 
 
 def test_a_plugin_that_does_not_exist_is_named_with_the_places(tmp_path: Path) -> None:
@@ -298,6 +325,18 @@ def test_held_out_data_is_evaluated_at_the_end(tmp_path: Path) -> None:
     result = train_from_config(tiny(tmp_path, data={"validation_fraction": 0.2}))
     assert result.eval_loss is not None
     assert result.eval_loss > 0
+
+
+def test_asking_for_evaluations_holds_out_a_tenth(tmp_path: Path) -> None:
+    config = load_config(tiny(tmp_path, eval={"every_steps": 2}))
+    assert config.data.validation_fraction == 0.1
+    assert train_from_config(config).eval_loss is not None
+
+
+def test_evaluations_of_nothing_are_refused(tmp_path: Path) -> None:
+    config = tiny(tmp_path, eval={"every_steps": 2}, data={"validation_fraction": 0.0})
+    with pytest.raises(ConfigError, match="validation_fraction"):
+        build_runtime(config)
 
 
 def test_without_held_out_data_there_is_no_evaluation(tmp_path: Path) -> None:

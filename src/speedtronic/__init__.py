@@ -5,7 +5,9 @@ Importing it loads neither torch nor any of its own parts: a name is fetched fro
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "3.0.0.dev0"
@@ -76,6 +78,18 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'speedtronic' has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)
+
+
+class _Package(ModuleType):
+    """Keeps `speedtronic.registry` the registry object, where importing the module of that name would replace it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "registry" and isinstance(value, ModuleType):
+            value = value.registry
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import torch
 
+from speedtronic.config import PrecisionConfig, SpeedtronicConfig
 from speedtronic.errors import ConfigError, DeviceError, NotBuiltError
-
-if TYPE_CHECKING:
-    from speedtronic.config import PrecisionConfig
 
 Mode = Literal["bf16", "fp16", "fp32"]
 
@@ -57,8 +55,8 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
     return device
 
 
-def resolve_precision(config: PrecisionConfig | str, device: str | torch.device) -> PrecisionPlan:
-    """Turn a precision section, or a bare mode, into what the device will do.
+def resolve_precision(config: SpeedtronicConfig | PrecisionConfig | str, device: str | torch.device) -> PrecisionPlan:
+    """Turn a configuration, its precision section, or a bare mode into what the device will do.
 
     "auto" is bf16 on CUDA devices that compute in bfloat16, fp16 with loss scaling on other CUDA devices,
     fp32 on CPU and MPS; with `precision.dtype` given, "auto" is the mode of that dtype. A mode that the
@@ -70,7 +68,7 @@ def resolve_precision(config: PrecisionConfig | str, device: str | torch.device)
         NotBuiltError: the mode is fp8.
     """
     device = torch.device(device)
-    mode = _requested_mode(config)
+    mode = _requested_mode(config.precision if isinstance(config, SpeedtronicConfig) else config)
     if mode == "auto":
         return _plan(_preferred_mode(device), device)
     if not _can_run(mode, device):

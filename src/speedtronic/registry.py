@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from speedtronic.config import ModelConfig
 
 ModelFactory = Callable[..., nn.Module]
-"""Called as `factory(model_config, **model_config.extra)`. A class of modules is a factory too."""
+"""Called as `factory(model_config, **model_config.extra)`, or as `factory(model_config)` where it takes nothing else
+and so reads `extra` itself. A class of modules is a factory too."""
 
 FactoryT = TypeVar("FactoryT", bound=ModelFactory | str)
 
@@ -73,8 +74,8 @@ class ModelRegistry:
                 or it returned no `nn.Module`. What a factory itself raises passes through.
         """
         factory = self._factory(config.name)
-        _check_arguments(config, factory)
-        model: object = factory(config, **config.extra)
+        extra = _extra_arguments(config, factory)
+        model: object = factory(config, **extra)
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"model.name: the factory of {config.name!r} returned {type(model).__name__}, no nn.Module"
@@ -107,11 +108,14 @@ class ModelRegistry:
         )
 
 
-def _check_arguments(config: ModelConfig, factory: ModelFactory) -> None:
+def _extra_arguments(config: ModelConfig, factory: ModelFactory) -> dict[str, Any]:
+    """The keywords to call a factory with, checked against its signature."""
     try:
         signature = inspect.signature(factory)
     except ValueError:  # some callables written in C have none
-        return
+        return config.extra
+    if len(signature.parameters) == 1:
+        return {}
     try:
         signature.bind(config, **config.extra)
     except TypeError as error:
@@ -119,6 +123,7 @@ def _check_arguments(config: ModelConfig, factory: ModelFactory) -> None:
         raise ConfigError(
             f"model.extra: {error}: the factory of {config.name!r} takes {signature}, and was given {given}"
         ) from None
+    return config.extra
 
 
 def _load(name: str, reference: str) -> ModelFactory:

@@ -75,7 +75,7 @@ def build_runtime(
         precision=precision,
         logger=logger,
         checkpoint_manager=manager,
-        max_steps=max_steps,
+        max_steps=max_steps if max_steps is not None else (settings.data.max_steps or settings.run.max_steps),
         evaluator=_evaluator(data, settings, target_device, precision, logger),
         lock_directory=_lock_directory(settings),
         metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
@@ -122,14 +122,16 @@ def _folder_of(config: ConfigSource) -> Path | None:
 def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
     """Import the modules of `plugins`, so that the models in them are registered.
 
+    From then on, what lies in the configuration's folder can be imported, by `data.dataset` too.
+
     Args:
         modules: importable names.
-        folder: the configuration file's own folder, importable from now on, as a script's folder is.
+        folder: the configuration file's own folder.
 
     Raises:
         ConfigError: a module does not exist. What a module raises itself is passed on.
     """
-    if folder is not None and modules and str(folder) not in sys.path:
+    if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     for module in modules:
         if module not in sys.modules and not _exists(module):
@@ -214,12 +216,12 @@ def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | t
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SpeedtronicConfig) -> LambdaLR:
     """Build the schedule of `config.scheduler`. It advances once per global step."""
-    return LambdaLR(optimizer, learning_rate_schedule(config.scheduler))
+    return LambdaLR(optimizer, learning_rate_schedule(config.validate().scheduler))
 
 
 def build_logger(config: SpeedtronicConfig) -> MetricLogger:
     """Build the logger of `config.logging`; its relative files lie in `run.output_dir`. It has no hooks."""
-    section, output = config.logging, Path(config.run.output_dir)
+    section, output = config.validate().logging, Path(config.run.output_dir)
     return MetricLogger(
         level=section.level,
         file=output / section.file if section.file is not None else None,
@@ -254,6 +256,11 @@ def _evaluator(
     logger: MetricLogger,
 ) -> HeldOutLoss | None:
     if data.validation is None:
+        if config.eval.every_steps is not None:
+            raise ConfigError(
+                "eval.every_steps: nothing is held out to evaluate on; set data.validation_fraction, or let "
+                "data.dataset return a pair (training, validation)"
+            )
         return None
     return HeldOutLoss(
         partial(_from_the_beginning, data.validation),
@@ -284,7 +291,8 @@ def _resume(trainer: Trainer, manager: CheckpointManager, config: SpeedtronicCon
     if state is None:
         trainer.logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
         return
-    _show_changes(trainer.logger, state["config"], config)
+    if "config" in state:
+        _show_changes(trainer.logger, state["config"], config)
     _let_the_config_win(state, trainer)
     trainer.resume(state)
     trainer.logger.info(f"resumed at step {trainer.step} from {manager.latest_path()}")

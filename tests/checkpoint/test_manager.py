@@ -347,7 +347,7 @@ def test_checkpoints_of_version_2_are_refused_with_a_word_on_converting(tmp_path
             return Path.write_text, (tmp_path / "ran", "code")
 
     (tmp_path / "step_8.pt").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"step_8\.pt.*save_file.*run\.init_from"):
+    with pytest.raises(CheckpointError, match=r"step_8\.pt.*save_file"):
         CheckpointManager(tmp_path).load_latest()
     assert not (tmp_path / "ran").exists()
 

@@ -86,6 +86,23 @@ def test_a_nan_ends_with_exit_code_1_and_one_message(tmp_path: Path, capsys: pyt
     assert "error: step 2: the loss is" in capsys.readouterr().err
 
 
+def test_a_models_own_error_shows_where_it_is_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "failing_model_of_a_test.py").write_text(
+        "import torch\nfrom speedtronic import register_model\n"
+        "@register_model('failing')\n"
+        "class Failing(torch.nn.Linear):\n"
+        "    def __init__(self, config):\n        super().__init__(1, 1)\n"
+        "    def forward(self, input_ids, labels):\n        raise RuntimeError('a mistake of the model')\n",
+        encoding="utf-8",
+    )
+    config = write_config(tmp_path, plugins=["failing_model_of_a_test"], model={"name": "failing"})
+    assert main(["train", str(config)]) == 1
+    assert "a mistake of the model" in capsys.readouterr().err
+
+
 def test_an_output_directory_that_is_a_file_is_a_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,15 +112,30 @@ def test_an_output_directory_that_is_a_file_is_a_clear_error(
     assert str(tmp_path / "run") in capsys.readouterr().err
 
 
-def start_long_run(folder: Path) -> subprocess.Popen[str]:
-    """A run that takes minutes, past its first step."""
-    config = write_config(folder, run={"max_steps": 1_000_000}, logging={"json_file": "metrics.jsonl"})
-    process = subprocess.Popen([*COMMAND, str(config)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start_long_run(folder: Path, **sections: Any) -> subprocess.Popen[str]:
+    """A run that takes minutes, past its first steps, in a process group of its own."""
+    config = write_config(folder, run={"max_steps": 1_000_000}, logging={"json_file": "metrics.jsonl"}, **sections)
+    process = subprocess.Popen(
+        [*COMMAND, str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if "step 5 " in line:
             break
     return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_group_leaves_the_data_workers_alone(number: signal.Signals, tmp_path: Path) -> None:
+    process = start_long_run(tmp_path, data={"num_workers": 2})
+    os.killpg(process.pid, number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in out
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

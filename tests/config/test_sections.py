@@ -288,8 +288,8 @@ def test_every_key_is_described(section: type[Section]) -> None:
         (
             LoggingConfig,
             "level",
-            "info",
-            "logging.level: must be 'DEBUG', 'INFO', 'WARNING' or 'ERROR', not the text 'info'",
+            "loud",
+            "logging.level: must be 'DEBUG', 'INFO', 'WARNING', 'ERROR' or 'CRITICAL', not the text 'LOUD'",
         ),
         (LoggingConfig, "trackers", [3], "logging.trackers[0]: must be text, not 3"),
         (
@@ -504,3 +504,14 @@ def test_a_section_pickles_and_copies() -> None:
         assert twin == section
         twin.n_head = 2
         assert twin.n_kv_head == 2
+
+
+def test_a_level_may_be_written_small() -> None:
+    assert LoggingConfig(level="warning").level == "WARNING"
+
+
+def test_a_token_equals_its_text_and_hides_it() -> None:
+    token = DistributedConfig(token="hf_secret").token
+    assert token == "hf_secret"
+    assert token != "other"
+    assert "hf_secret" not in f"{token} {token!r}"

@@ -91,6 +91,10 @@ def test_a_loss_that_is_not_a_scalar_is_averaged() -> None:
     assert resolve_loss(torch.tensor([[1.0], [5.0]]), {}).item() == 3.0
 
 
+def test_one_loss_per_sample_in_a_tuple_is_averaged() -> None:
+    assert resolve_loss((torch.tensor([1.0, 3.0]), LOGITS), {"labels": LABELS}).item() == 2.0
+
+
 def test_loss_fn_takes_the_place_of_all_rules() -> None:
     loss = resolve_loss({"loss": torch.tensor(9.0)}, (1, 2), lambda output, batch: output["loss"] * batch[1])
     assert loss.item() == 18.0

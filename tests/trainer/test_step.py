@@ -62,6 +62,8 @@ def test_tensors_move_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"inputs": torch.zeros(3, 4)}, (3, 12)),
         ((torch.zeros(4, 2), torch.zeros(4)), (4, 8)),
         ([torch.zeros(6), 1], (6, 6)),
+        ({"input_ids": None, "inputs": torch.zeros(3, 4)}, (3, 12)),
+        ({"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}, (2, 3)),
         ({"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, (2, 3)),
         ({"input_ids": torch.zeros(4), "attention_mask": torch.zeros(4)}, (4, 4)),
         ({"pixels": torch.zeros(2, 3)}, (1, 1)),
@@ -138,9 +140,31 @@ def test_with_loss_fn_a_model_gets_only_what_it_asks_for() -> None:
 
 
 def test_a_model_that_names_shift_labels_is_given_the_aligned_labels() -> None:
-    model = TakesShiftLabels()
-    forward_of(model)(model, {"input_ids": 1, "labels": 2})
-    assert model.calls[0][1] == {"input_ids": 1, "labels": 2, "shift_labels": 2}
+    model, labels = TakesShiftLabels(), torch.tensor([[1, 2]])
+    forward_of(model)(model, {"input_ids": 1, "labels": labels})
+    given = model.calls[0][1]
+    assert given["labels"] is labels
+    assert torch.equal(given["shift_labels"], labels)
+
+
+def test_a_model_that_hands_keywords_to_its_loss_function_is_given_them_too() -> None:
+    class HandsOn(Recording):
+        loss_function = staticmethod(lambda logits, labels, **keywords: None)
+
+        def forward(self, input_ids: Any, labels: Any = None, **keywords: Any) -> Tensor:
+            return self._note(**keywords)
+
+    class TakesAnything(Recording):
+        def forward(self, **keywords: Any) -> Tensor:
+            return self._note(**keywords)
+
+    batch = {"input_ids": 1, "labels": torch.tensor([[1, 2]]).T}
+    model, other = HandsOn(), TakesAnything()
+    forward_of(model)(model, batch)
+    forward_of(other)(other, batch)
+    assert model.calls[0][1].keys() == {"shift_labels"}
+    assert model.calls[0][1]["shift_labels"].is_contiguous()
+    assert other.calls[0][1].keys() == {"input_ids", "labels"}
 
 
 def test_a_bare_tensor_of_logit_shape_is_warned_about_once() -> None:
@@ -205,6 +229,13 @@ def test_the_gradient_norm_is_that_over_all_parameters() -> None:
     parameters[1].grad = torch.tensor([4.0])
     assert gradient_norm(parameters, None).item() == pytest.approx(5.0)
     assert parameters[0].grad.tolist() == [3.0, 0.0]
+
+
+def test_sparse_gradients_have_a_norm_too() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    # Row 1 was used twice: its gradient is (2, 2), that of row 3 is (1, 1).
+    assert gradient_norm([embedding.weight], None).item() == pytest.approx(10**0.5)
 
 
 def test_clipping_scales_gradients_down_to_the_norm_and_never_up() -> None:

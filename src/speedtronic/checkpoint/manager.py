@@ -343,8 +343,7 @@ class CheckpointManager:
                 f"{self.directory} holds checkpoints of version 2.0 ({', '.join(pickles[:3])}); loading them "
                 "could run code, so they are not read. To go on from their weights, convert them once: "
                 "state = torch.load(path, weights_only=True); "
-                "safetensors.torch.save_file(state['model'], 'weights.safetensors'); "
-                "then train with run.init_from: weights.safetensors"
+                "safetensors.torch.save_file(state['model'], 'weights.safetensors')"
             )
 
     def _write(self, step: int, snapshot: Snapshot) -> Path:

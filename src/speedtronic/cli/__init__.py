@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from speedtronic import __version__
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except Exception:  # noqa: BLE001 - the edge of the process: a fault in a user's model shows where it is
+        traceback.print_exc()
+        return 1
     return code
 
 

@@ -34,6 +34,9 @@ from speedtronic.config.sections import (
 from speedtronic.config.shorthands import in_full
 from speedtronic.config.text import write_yaml
 
+# What is held out where evaluations are asked for and nothing says how much.
+DEFAULT_HELD_OUT = 0.1
+
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -103,6 +106,8 @@ class SpeedtronicConfig(Section):
         self.data.follow("vocab_size", self.model.vocab_size)
         self.data.follow("block_size", self.model.max_seq_len)
         self.data.follow("seed", self.run.seed)
+        held_out = self.eval.every_steps is not None and self.data.dataset is None
+        self.data.follow("validation_fraction", DEFAULT_HELD_OUT if held_out else 0.0)
         self.scheduler.follow("max_steps", self.run.max_steps)
         self.logging.follow("every_steps", self.run.log_every or 1)
 

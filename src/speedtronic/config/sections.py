@@ -32,6 +32,10 @@ def _as_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _in_capitals(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
+
+
 def _as_list(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
@@ -102,7 +106,18 @@ NodeId = Annotated[
     _check_match(_COMPONENTS, "one path component of letters, digits, '.', '_' and '-'"),
     _schema_match(_COMPONENTS),
 ]
-Token = Annotated[SecretStr, Field(min_length=1)]
+
+
+class Secret(SecretStr):
+    """Text that shows itself only on request, and can be compared with plain text."""
+
+    def __eq__(self, other: object) -> bool:
+        return self.get_secret_value() == other if isinstance(other, str) else super().__eq__(other)
+
+    __hash__ = SecretStr.__hash__
+
+
+Token = Annotated[Secret, Field(min_length=1)]
 Alignment = Annotated[
     int | str,
     BeforeValidator(_alignment),
@@ -110,6 +125,7 @@ Alignment = Annotated[
 ]
 # Null until the section resolves them from its own keys; the types say what a reader finds then.
 FollowingInt = Annotated[PositiveInt, WrapValidator(_none_or)]
+FollowingFraction = Annotated[Fraction, WrapValidator(_none_or)]
 FollowingRate = Annotated[NonNegativeFloat, WrapValidator(_none_or)]
 
 
@@ -190,7 +206,7 @@ class DataConfig(Section):
     """Where the tokens come from, and how they become batches."""
 
     section_name: ClassVar[str] = "data"
-    following: ClassVar[tuple[str, ...]] = ("vocab_size", "block_size", "seed")
+    following: ClassVar[tuple[str, ...]] = ("vocab_size", "block_size", "seed", "validation_fraction")
 
     text_path: PathText | None = Field(default=None, description="UTF-8 text file to train on.")
     dataset: Factory | None = Field(
@@ -213,8 +229,9 @@ class DataConfig(Section):
     target_batch_size: PositiveInt = Field(
         default=1, description="Sequences in one optimizer update; a multiple of micro_batch_size."
     )
-    validation_fraction: Fraction = Field(
-        default=0.0, description="Share of the data, from its end, that is held out for evaluation."
+    validation_fraction: FollowingFraction = _follows(
+        "Share of the data, from its end, that is held out for evaluation. Null: 0.1 where eval.every_steps asks for "
+        "evaluations and data.dataset does not bring its own part, else 0."
     )
     num_workers: NonNegativeInt = Field(
         default=0, description="Processes that read data; 0 reads in the training process."
@@ -251,9 +268,8 @@ class DataConfig(Section):
                 "target_batch_size",
                 f"{target} must be a multiple of data.micro_batch_size ({micro}), such as {remedy}",
             )
-        sources = [key for key in ("text_path", "dataset", "shards") if values.get(key) is not None]
-        if len(sources) > 1:
-            yield sources[-1], f"name one source of data, not both data.{sources[0]} and data.{sources[-1]}"
+        if values.get("text_path") is not None and values.get("shards") is not None:
+            yield "shards", "name one source of data, not both data.text_path and data.shards"
 
 
 class OptimizerConfig(Section):
@@ -375,7 +391,7 @@ class LoggingConfig(Section):
     section_name: ClassVar[str] = "logging"
     following: ClassVar[tuple[str, ...]] = ("every_steps",)
 
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+    level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_in_capitals)] = Field(
         default="INFO", description="Least severity that is shown."
     )
     file: PathText | None = Field(default=None, description="Text file for the log lines.")

@@ -83,7 +83,7 @@ def build_dataloader(
     Raises:
         ConfigError, DataError, NotBuiltError: as `build_data`.
     """
-    data = config if isinstance(config, DataConfig) else config.data
+    data = config if isinstance(config, DataConfig) else config.validate().data
     if None in (data.vocab_size, data.block_size, data.seed):
         data = SpeedtronicConfig(data=data).data
     if vocab_size is not None:

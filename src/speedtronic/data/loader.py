@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,7 +115,7 @@ class TokenLoader:
             prefetch_factor=prefetch_factor if num_workers else None,
             persistent_workers=num_workers > 0,
             multiprocessing_context=multiprocessing_context if num_workers else None,
-            worker_init_fn=_ignore_interrupts,
+            worker_init_fn=_leave_signals_to_the_trainer,
             # With its own generator the library leaves the global one alone.
             generator=torch.Generator().manual_seed(derive_seed(seed) % 2**63),
         )
@@ -183,7 +185,7 @@ class TokenLoader:
             raise DataError(
                 f"the data is not that of the checkpoint: {_describe(self.state_dict())} now, "
                 f"{_describe(state)} then; give back the same text, tokenizer, block_size and "
-                f"validation_fraction, or start a new run from the weights with run.init_from"
+                f"validation_fraction, or start a new run"
             )
         changed = [name for name in ("seed", "shuffle") if state[name] != self.state_dict()[name]]
         if changed:
@@ -212,10 +214,12 @@ def _fingerprint(dataset: Any, size: int) -> str:
     return f"{type(dataset).__module__}.{type(dataset).__qualname__}:{size}"
 
 
-def _ignore_interrupts(worker: int) -> None:
-    # Ctrl-C reaches every process of the terminal, but the training process finishes its step first, and
-    # needs data for that.
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    # Ctrl-C, and a SIGTERM to the whole process group, reach every process in it, but the training process
+    # finishes its step first, and needs data for that.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        os.setpgrp()
 
 
 def _unchanged(batch: Any) -> Any:

@@ -45,6 +45,10 @@ class MetricLogger:
     on the console and tried again with each record; a closed pipe silences the console. Safe to use from
     several threads.
 
+    Attributes:
+        every_steps: the cadence.
+        hooks: those that hear every event.
+
     Args:
         level: what console and text file show from: DEBUG, INFO, WARNING, ERROR or CRITICAL. The JSON lines
             and the hooks are not filtered.
@@ -69,7 +73,7 @@ class MetricLogger:
         json_file: str | os.PathLike[str] | None = None,
         every_steps: int = 1,
         stream: TextIO | None = None,
-        hooks: Iterable[Hook] = (),
+        hooks: Iterable[Hook] | None = None,
         *,
         progress: ProgressMode = "off",
         clock: Callable[[], float] = time.monotonic,
@@ -95,9 +99,9 @@ class MetricLogger:
         if json_file is not None:
             self._sinks.append(_opened("json_file", lambda: JsonlSink(json_file)))
         self._failing: set[str] = set()
-        self._hooks: list[Hook] = []
+        self.hooks: list[Hook] = []
         self._hooks_explained: set[int] = set()
-        for hook in hooks:
+        for hook in hooks or ():
             self.add_hook(hook)
 
     def add_hook(self, hook: Hook) -> None:
@@ -108,13 +112,14 @@ class MetricLogger:
         """
         if not isinstance(hook, TrainingHook) and not callable(hook):
             raise TypeError(f"a hook is a callable or has on_event(event, payload); got {type(hook).__name__}")
-        self._hooks.append(hook)
+        self.hooks.append(hook)
 
-    def emit(self, event: str, payload: Mapping[str, Any]) -> None:
+    def emit(self, event: str, payload: Mapping[str, Any] | None = None) -> None:
         """Write one event to the sinks, then tell the hooks. Scalars of tensors and arrays are read here."""
+        payload = payload or {}
         if event != TRAIN_STEP or payload.get("step", 0) % self.every_steps == 0:
             self._write(event, event_level(event), payload)
-        for hook in self._hooks:
+        for hook in self.hooks:
             self._tell(hook, event, dict(payload))
 
     def info(self, message: str) -> None:

@@ -417,7 +417,14 @@ GPT = ReferenceTransformer
 
 
 def build_reference_transformer(config: ModelConfig) -> ReferenceTransformer:
-    """The reference model that a config's `model` section describes."""
+    """The reference model that a config's `model` section describes.
+
+    Raises:
+        ConfigError: a size is out of range, or there are keys in `extra`, none of which this model has.
+    """
+    if config.extra:
+        given = ", ".join(f"model.extra.{key}" for key in config.extra)
+        raise ConfigError(f"{given}: the reference transformer takes no extra keys")
     model = ReferenceTransformer(
         vocab_size=config.vocab_size,
         block_size=config.max_seq_len,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ class CompiledModel:
 
     def __init__(self, model: nn.Module, *, mode: str | None, dynamic: bool | None) -> None:
         self._eager = model
-        self._compiled = torch.compile(model, mode=mode, dynamic=dynamic)
+        options: dict[str, Any] = {"mode": mode, "dynamic": dynamic}
+        self._compiled: Callable[..., Any] = torch.compile(
+            model, **{name: option for name, option in options.items() if option is not None}
+        )
         self._any_shape = dynamic is True
         self._batch_size: int | None = None
 

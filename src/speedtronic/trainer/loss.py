@@ -34,7 +34,8 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None) -
 
     - a mapping's `"loss"`; without one, causal cross-entropy of its `"logits"` (B, T, V) and the labels;
     - a bare tensor is the loss itself, whatever its shape;
-    - the first field of a tuple or list: a scalar is the loss, (B, T, V) are causal logits when the labels fit.
+    - the first field of a tuple or list: a scalar, or one value per sample, is the loss; (B, T, V) are causal logits
+      when the labels fit.
 
     A loss that is not a scalar is averaged.
 
@@ -74,13 +75,13 @@ def _from_mapping(output: Mapping[Any, Any], batch: Any) -> Tensor:
 
 
 def _from_sequence(first: Tensor, batch: Any) -> Tensor:
-    if first.ndim == 0:
+    if first.ndim <= 1:
         return first
     if first.ndim == 3:
         return _causal_loss(first, batch)
     raise TypeError(
-        f"the first field of the model output has shape {tuple(first.shape)}: it must be a scalar loss or logits of "
-        "shape (batch, sequence, vocabulary); or pass loss_fn to the Trainer"
+        f"the first field of the model output has shape {tuple(first.shape)}: it must be a loss, one for the batch or "
+        "one per sample, or logits of shape (batch, sequence, vocabulary); or pass loss_fn to the Trainer"
     )
 
 

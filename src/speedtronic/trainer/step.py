@@ -40,14 +40,14 @@ def batch_size_and_tokens(batch: Any) -> tuple[int, int | Tensor]:
     counted: Any = None
     mask: Any = None
     if isinstance(batch, Mapping):
-        counted = batch["input_ids"] if "input_ids" in batch else batch.get("inputs")
+        counted = batch.get("inputs") if batch.get("input_ids") is None else batch["input_ids"]
         mask = batch.get("attention_mask")
     elif isinstance(batch, (tuple, list)) and batch:
         counted = batch[0]
     if not isinstance(counted, Tensor) or counted.ndim == 0:
         return 1, 1
     if counted.ndim > 1 and isinstance(mask, Tensor):
-        return counted.shape[0], mask.sum()
+        return counted.shape[0], mask.sum(dtype=torch.int64)
     return counted.shape[0], counted.numel()
 
 
@@ -56,8 +56,8 @@ class Forward:
 
     A mapping calls `model(**batch)`, a tuple or list of at least two calls `model(batch[0], batch[1])`. Where there
     is a `loss_fn`, targets are its business: a key or a second field that `forward` does not ask for is kept from
-    the model. A model whose `forward` names `shift_labels` is given the aligned labels under that name too, so that
-    it does not shift them once more.
+    the model. A model whose `forward` takes `shift_labels`, as Hugging Face's causal models do, is given the aligned
+    labels under that name too, so that it does not shift them once more.
 
     Args:
         model: the plain module; its `forward` decides what it is given.
@@ -79,6 +79,10 @@ class Forward:
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = {p.name for p in parameters}
         self._takes_any_key = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        # Hugging Face models hand further keywords on to their `loss_function`, which knows shift_labels.
+        self._takes_shift_labels = "shift_labels" in self._names or (
+            self._takes_any_key and hasattr(model, "loss_function")
+        )
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         required = [p for p in parameters if p.kind in positional and p.default is p.empty]
         self._keeps_second = loss_fn is not None and len(required) < 2
@@ -106,8 +110,8 @@ class Forward:
         )
 
     def _keywords(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "shift_labels" in self._names and "labels" in batch and "shift_labels" not in batch:
-            batch = {**batch, "shift_labels": batch["labels"]}
+        if self._takes_shift_labels and "labels" in batch and "shift_labels" not in batch:
+            batch = {**batch, "shift_labels": batch["labels"].contiguous()}
         if self._loss_fn is None or self._takes_any_key:
             return batch
         return {key: value for key, value in batch.items() if key in self._names}
@@ -164,7 +168,7 @@ def accumulate(
 def gradient_norm(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
     """Return the 2-norm over all gradients, a 0-dim tensor; scale them down to `max_norm` where it is given."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
+    norm = nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

@@ -203,7 +203,8 @@ class Trainer:
             target=target,
             scaler=scaler,
             guard=NonFiniteGuard(self.config.run.on_nonfinite, self.optimizer),
-            readback=Readback(self.device, self.logger.every_steps),
+            # A logger of the user's may have no cadence; then each step is one to log.
+            readback=Readback(self.device, getattr(self.logger, "every_steps", 1)),
             reporter=StepReporter(self.logger, self._counters, self.device, self._utilisation()),
             saver=saver,
             signals=stack.enter_context(SignalWatch()),
@@ -508,7 +509,8 @@ class Trainer:
         """Continue from a checkpointed state.
 
         Model, optimizer, scheduler, counters, data position and RNG are restored at once; scaler and coordinator when
-        `fit` starts them. The saved precision and config are informational.
+        `fit` starts them. The saved precision and config are informational. Only model, optimizer and counters must be
+        there: a part that the state lacks stays as it is.
 
         Raises:
             CheckpointError: the state does not fit this model, optimizer or data; the tensors are named.
@@ -516,17 +518,18 @@ class Trainer:
         self.model.to(self.device)
         _load_model(_plain(self.model), state["model"])
         self._load_optimizer(state["optimizer"])
-        if self.scheduler is not None and state["scheduler"] is not None:
+        if self.scheduler is not None and state.get("scheduler") is not None:
             self.scheduler.load_state_dict(dict(state["scheduler"]))
         self._recompute_learning_rates()
         self.step = state["step"]
         self._counters.samples = state["samples"]
         self._counters.tokens = state["tokens"]
-        self._scaler_state = state["scaler"]
-        self._coordinator_state = state["coordinator"]
-        if state["data"] is not None:
+        self._scaler_state = state.get("scaler")
+        self._coordinator_state = state.get("coordinator")
+        if state.get("data") is not None:
             self._batches.load_state_dict(state["data"])
-        restore_rng_state(state["rng"])
+        if state.get("rng") is not None:
+            restore_rng_state(state["rng"])
 
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         try:
@@ -582,7 +585,7 @@ SpeedtronicTrainer = Trainer
 def _as_config(config: SpeedtronicConfig | dict[str, Any] | None) -> SpeedtronicConfig:
     if config is None:
         return SpeedtronicConfig()
-    return SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config
+    return SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
 
 
 def _plain(model: nn.Module) -> nn.Module:
