@@ -295,9 +295,6 @@ class Trainer:
             return False
         update = self._advance(batches, loss, norm, bad)
         self._report(fit, fit.readback.add(update))
-        if fit.guard.refused:
-            # Known on the host already, so the run ends here and not at the next log.
-            self._settle()
         return True
 
     def _take_micro_batches(self) -> list[Any]:
@@ -333,6 +330,10 @@ class Trainer:
         norm = gradient_norm(self._parameters(), self.config.optimizer.grad_clip)
         bad = fit.guard.inspect(loss, norm)
         fit.guard.step(bad)
+        if fit.guard.refused and self.config.run.on_nonfinite == "stop":
+            # Known on the host already, so the run ends here and not at the next log.
+            self._settle()
+            self._refuse(self.step + 1, loss.item(), norm.item())
         return norm, bad, True
 
     def _scaled_update(self, fit: _Fit, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -397,18 +398,15 @@ class Trainer:
     def _report(self, fit: _Fit, arrived: list[Numbers]) -> None:
         for numbers in arrived:
             if numbers.bad:
-                self._refuse(numbers)
+                self._refuse(numbers.update.step, numbers.loss, numbers.grad_norm)
             fit.reporter.report(numbers)
 
-    def _refuse(self, numbers: Numbers) -> None:
-        step, policy = numbers.update.step, self.config.run.on_nonfinite
-        self.logger.emit(
-            "nonfinite",
-            {"step": step, "loss": numbers.loss, "grad_norm": numbers.grad_norm, "action": policy},
-        )
+    def _refuse(self, step: int, loss: float, norm: float) -> None:
+        policy = self.config.run.on_nonfinite
+        self.logger.emit("nonfinite", {"step": step, "loss": loss, "grad_norm": norm, "action": policy})
         if policy == "stop":
             raise NonFiniteError(
-                f"step {step}: the loss is {numbers.loss:g} and the gradient norm {numbers.grad_norm:g}; the weights "
+                f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; the weights "
                 "are those of the step before. Lower the learning rate, set optimizer.grad_clip, or look at the data; "
                 "run.on_nonfinite: skip leaves such updates out",
                 step=step,
