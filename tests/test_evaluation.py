@@ -71,6 +71,13 @@ def test_the_model_is_evaluated_in_eval_mode_without_gradients() -> None:
     assert model.modes == [(False, False)]
 
 
+def test_a_pass_is_given_up_when_it_should_stop() -> None:
+    model = Model()
+    answers = iter([False, True, True])
+    assert evaluator([batch(1), batch(2), batch(3)])(model, lambda: next(answers)) is None
+    assert len(model.modes) == 1
+
+
 def test_each_modules_own_flag_comes_back() -> None:
     model = Model()
     model.train()

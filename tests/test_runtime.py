@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from speedtronic import runtime
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
-from speedtronic.errors import CheckpointError, DeviceError, NotBuiltError
+from speedtronic.errors import CheckpointError, DeviceError, NotBuiltError, RunLockedError
 from speedtronic.runtime import (
     build_logger,
     build_optimizer,
@@ -440,3 +441,39 @@ def test_a_fresh_run_may_start_in_a_used_folder_and_leaves_its_checkpoints(tmp_p
     assert result.steps == 4
     after = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
     assert before < after
+
+
+def test_a_second_run_is_refused_before_it_touches_the_first_ones_log(tmp_path: Path) -> None:
+    config = tiny(tmp_path, logging={"json_file": "metrics.jsonl"})
+    train_from_config(config)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    hold = (
+        "from speedtronic.checkpoint import RunLock; import sys\n"
+        "with RunLock(sys.argv[1]): print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(RunLockedError, match=str(other.pid)):
+            train_from_config(config, resume=True)
+        other.communicate(b"\n")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_runs_may_not_share_a_checkpoint_folder(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    config = tiny(tmp_path / "one", checkpoint={"directory": str(shared)})
+    trainer, manager = build_runtime(config)
+    seen: list[bool] = []
+
+    class Asks:
+        def on_event(self, event: str, payload: dict[str, Any]) -> None:
+            if event == "train_step":
+                seen.append(bool((shared / ".lock").read_text(encoding="utf-8")))
+
+    trainer.logger.add_hook(Asks())
+    trainer.fit()
+    assert manager.directory == shared
+    assert seen == [True] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -53,36 +53,40 @@ class HeldOutLoss:
         self._labels = labels
         self._warn = warn
 
-    def __call__(self, model: nn.Module) -> dict[str, Any]:
+    def __call__(self, model: nn.Module, should_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return `loss` (nats per target), `targets`, `batches` and `duration_s` of one pass.
+
+        `should_stop` is asked between two batches; when it says yes, the pass is given up and None returned.
 
         Raises:
             DataError: the pass has no batch, or no target.
         """
         started = time.perf_counter()
         with evaluation_mode(model), _random_state_kept(), torch.no_grad():
-            total, targets, batches = self._sum_losses(model)
+            losses, weights = self._measure(model, should_stop)
+        if should_stop():
+            return None
+        targets = int(torch.stack(weights).sum()) if weights else 0
         if targets == 0:
-            raise DataError(f"the held-out data has no target to evaluate on ({batches} batches)")
+            raise DataError(f"the held-out data has no target to evaluate on ({len(weights)} batches)")
         return {
-            "loss": total / targets,
+            "loss": float(torch.stack(losses).sum()) / targets,
             "targets": targets,
-            "batches": batches,
+            "batches": len(weights),
             "duration_s": time.perf_counter() - started,
         }
 
-    def _sum_losses(self, model: nn.Module) -> tuple[float, int, int]:
+    def _measure(self, model: nn.Module, should_stop: Callable[[], bool]) -> tuple[list[Tensor], list[Tensor]]:
+        """The summed loss and the weight of each batch, on the device."""
         forward = Forward(model, self._precision, loss_fn=self._loss_fn, warn=self._warn)
-        totals: list[Tensor] = []
+        losses: list[Tensor] = []
         weights: list[Tensor] = []
-        for batch in islice(self._passes(), self._limit):
+        for batch in takewhile(lambda _: not should_stop(), islice(self._passes(), self._limit)):
             aligned = align_labels(batch) if self._labels == "unshifted" else batch
             weight = _weight(aligned).to(self._device)
-            totals.append(forward(model, move_batch(aligned, self._device)).float() * weight)
+            losses.append(forward(model, move_batch(aligned, self._device)).float() * weight)
             weights.append(weight)
-        if not totals:
-            return 0.0, 0, 0
-        return float(torch.stack(totals).sum()), int(torch.stack(weights).sum()), len(totals)
+        return losses, weights
 
 
 def _weight(batch: Any) -> Tensor:

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from speedtronic.checkpoint import CheckpointManager
+from speedtronic.checkpoint import CheckpointManager, RunLock
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.data import TokenLoader, TrainingData, build_data
 from speedtronic.errors import NotBuiltError
@@ -93,9 +94,12 @@ def train_from_config(
     max_steps: int | None = None,
 ) -> TrainResult:
     """Build a runtime and fit it. The arguments are those of `build_runtime`."""
-    trainer, _ = build_runtime(config, resume=resume, device=device, max_steps=max_steps)
-    with trainer.logger:
-        return trainer.fit()
+    settings = _settled(config)
+    # Taken before a log file is opened, so that a second process leaves no line in the first one's files.
+    with _locked(settings):
+        trainer, _ = build_runtime(settings, resume=resume, device=device, max_steps=max_steps)
+        with trainer.logger:
+            return trainer.fit()
 
 
 run = train_from_config
@@ -143,7 +147,7 @@ def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
 def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):
         return False
 
 
@@ -277,6 +281,11 @@ def _from_the_beginning(loader: TokenLoader) -> TokenLoader:
     return loader
 
 
+def _locked(config: SpeedtronicConfig) -> AbstractContextManager[Any]:
+    folder = _lock_directory(config)
+    return RunLock(folder) if folder is not None else nullcontext()
+
+
 def _lock_directory(config: SpeedtronicConfig) -> Path | None:
     logs = (config.logging.file, config.logging.json_file)
     writes = config.checkpoint.enabled or any(file is not None for file in logs)
@@ -295,7 +304,7 @@ def _resume(trainer: Trainer, manager: CheckpointManager, config: SpeedtronicCon
         _show_changes(trainer.logger, state["config"], config)
     _let_the_config_win(state, trainer)
     trainer.resume(state)
-    trainer.logger.info(f"resumed at step {trainer.step} from {manager.latest_path()}")
+    trainer.logger.info(f"resumed at step {trainer.step} from {manager.loaded_path}")
 
 
 def _show_changes(logger: MetricLogger, saved: Mapping[str, Any], config: SpeedtronicConfig) -> None:

@@ -450,8 +450,12 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     (tmp_path / f".tmp-latest.json-{process.pid}").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
-    assert CheckpointManager(tmp_path).load_latest() is None
-    assert names(tmp_path) == [living, "notes.txt"]
+    before = names(tmp_path)
+    manager = CheckpointManager(tmp_path)
+    assert manager.load_latest() is None
+    assert names(tmp_path) == before  # a reader may be where the writer's process cannot be seen
+    manager.save(4, state_of(4))
+    assert names(tmp_path) == [living, "latest.json", "notes.txt", "step_000000000004"]
 
 
 # --- pruning ---

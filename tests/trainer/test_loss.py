@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -144,3 +145,6 @@ def test_unshifted_labels_become_aligned_ones() -> None:
     pair = align_labels((ids, ids, "kept"))
     torch.testing.assert_close(pair[1], expected)
     assert pair[2] == "kept"
+    named = namedtuple("named", "x y")
+    assert isinstance(align_labels(named(ids, ids)), named)
+    assert align_labels((ids[0], ids[0]))[1].tolist() == [2, 3, -100]

@@ -27,6 +27,17 @@ def test_the_previous_handlers_come_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_what_the_process_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with SignalWatch() as watch:
+            signal.raise_signal(signal.SIGINT)
+            assert watch.received is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_outside_the_main_thread_nothing_is_watched() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from typing import Any
 
@@ -14,10 +15,10 @@ from speedtronic.trainer.step import (
     Forward,
     accumulate,
     batch_size_and_tokens,
-    equal_shares,
+    equal_parts,
     gradient_norm,
     move_batch,
-    token_shares,
+    token_parts,
 )
 
 CPU = torch.device("cpu")
@@ -190,7 +191,7 @@ def test_accumulation_backpropagates_each_loss_divided_by_k() -> None:
     """Seed: "Backpropagate loss / K immediately"; "the arithmetic mean of the K unscaled microbatch losses"."""
     weight = torch.tensor(2.0, requires_grad=True)
     batches = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([3.0])}]
-    loss = accumulate(quadratic(weight), batches, equal_shares(2), scaler=OFF)
+    loss = accumulate(quadratic(weight), batches, equal_parts(2), scaler=OFF)
     assert loss.item() == pytest.approx((4.0 + 36.0) / 2)
     assert weight.grad is not None
     assert weight.grad.item() == pytest.approx((2 * 2 * 1 + 2 * 2 * 9) / 2)
@@ -208,7 +209,7 @@ def test_micro_batches_of_nine_and_one_token_train_like_one_batch_of_ten() -> No
         return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     batches = [{"x": inputs[i], "labels": labels[i : i + 1]} for i in range(2)]
-    loss = accumulate(lambda batch: mean_loss(batch["x"], batch["labels"]), batches, token_shares(batches), scaler=OFF)
+    loss = accumulate(lambda batch: mean_loss(batch["x"], batch["labels"]), batches, token_parts(batches), scaler=OFF)
     gradient = model.weight.grad
     model.zero_grad()
     whole = mean_loss(inputs, labels)
@@ -217,10 +218,33 @@ def test_micro_batches_of_nine_and_one_token_train_like_one_batch_of_ten() -> No
     torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_token_shares_of_an_update_without_any_target_are_zero() -> None:
+def test_a_micro_batch_without_a_target_takes_no_part_even_if_its_loss_is_nan() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+
+    def forward(batch: dict[str, Tensor]) -> Tensor:
+        targets = batch["labels"][batch["labels"] != -100]
+        return (weight * targets).mean()
+
+    batches = [{"labels": torch.tensor([[-100, -100]])}, {"labels": torch.tensor([[3, -100]])}]
+    loss = accumulate(forward, batches, token_parts(batches), scaler=OFF)
+    assert loss.item() == 6.0
+    assert weight.grad is not None
+    assert weight.grad.item() == 3.0
+
+
+def test_an_update_without_any_target_has_loss_zero_and_no_gradient() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
     batches = [{"labels": torch.full((1, 3), -100)}] * 2
-    shares = token_shares(batches)
-    assert [share(torch.tensor(5.0)).item() for share in shares] == [0.0, 0.0]
+    assert accumulate(lambda batch: weight * float("nan"), batches, token_parts(batches), scaler=OFF).item() == 0.0
+    assert weight.grad is None
+
+
+def test_a_scripted_module_is_called_like_any_other() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(nn.Bilinear(2, 2, 1))
+    loss = forward_of(model)(model, (torch.ones(1, 2), torch.ones(1, 2)))
+    assert loss.ndim == 0
 
 
 def test_the_gradient_norm_is_that_over_all_parameters() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.checkpoint.files import FileSystem
 from speedtronic.config import ConfigError, SpeedtronicConfig
-from speedtronic.errors import CheckpointError, NonFiniteError, ScalerOverflowError
+from speedtronic.errors import CheckpointError, NonFiniteError, RunFolderError, ScalerOverflowError
 from speedtronic.precision import PrecisionPlan
 from speedtronic.trainer import SpeedtronicTrainer, SyncCoordinator, Trainer, TrainingEngine, trainer
 from tests.support.models import Endless, Events, Regression, make_trainer, regression_batches
@@ -957,7 +957,7 @@ def test_evaluation_runs_at_its_cadence_and_at_the_end_once() -> None:
     events = Events()
     ours = make_trainer(
         events=events,
-        evaluator=lambda model: {"loss": 0.25},
+        evaluator=lambda model, should_stop: {"loss": 0.25},
         config=config_of(eval={"every_steps": 2}),
     )
     result = ours.fit(4)
@@ -968,8 +968,41 @@ def test_evaluation_runs_at_its_cadence_and_at_the_end_once() -> None:
 def test_evaluation_at_the_end_can_be_switched_off() -> None:
     events = Events()
     config = config_of(eval={"at_end": False})
-    make_trainer(events=events, evaluator=lambda model: {"loss": 1.0}, config=config).fit(2)
+    make_trainer(events=events, evaluator=lambda model, should_stop: {"loss": 1.0}, config=config).fit(2)
     assert events.of("eval") == []
+
+
+def test_a_signal_ends_an_evaluation_early(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def evaluate(model: nn.Module, should_stop: Callable[[], bool]) -> dict[str, float] | None:
+        asked.append(should_stop())
+        signal.raise_signal(signal.SIGTERM)
+        asked.append(should_stop())
+        return None
+
+    events = Events()
+    result = make_trainer(events=events, evaluator=evaluate, config=config_of(eval={"every_steps": 2})).fit(100)
+    assert asked == [False, True]
+    assert (result.steps, result.interrupted_by, result.eval_loss) == (2, signal.SIGTERM, None)
+    assert events.of("eval") == []
+
+
+def test_a_signal_during_the_last_evaluation_is_reported(tmp_path: Path) -> None:
+    def evaluate(model: nn.Module, should_stop: Callable[[], bool]) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    result = make_trainer(evaluator=evaluate, checkpoint_manager=CheckpointManager(tmp_path)).fit(2)
+    assert result.interrupted_by == signal.SIGTERM
+    assert (tmp_path / "step_000000000002").is_dir()
+
+
+def test_a_checkpoint_folder_that_cannot_be_used_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way", encoding="utf-8")
+    ours = make_trainer(checkpoint_manager=CheckpointManager(tmp_path / "file"))
+    with pytest.raises(RunFolderError, match="file"):
+        ours.fit(1)
+    assert ours.step == 0
 
 
 def test_a_signal_finishes_the_step_saves_and_returns(tmp_path: Path) -> None:
@@ -989,7 +1022,7 @@ def test_a_signal_finishes_the_step_saves_and_returns(tmp_path: Path) -> None:
     result = ours.fit(100)
     assert (result.steps, result.interrupted_by) == (3, signal.SIGTERM)
     assert events.of("interrupted") == [{"step": 3, "signal": "SIGTERM"}]
-    assert events.names()[-3:] == ["checkpoint", "train_end", "coordinator.stop"]
+    assert events.names()[-4:] == ["checkpoint", "interrupted", "train_end", "coordinator.stop"]
     latest = CheckpointManager(tmp_path).load_latest()
     assert latest is not None
     assert latest["step"] == 3

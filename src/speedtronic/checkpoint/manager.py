@@ -82,6 +82,8 @@ class CheckpointManager:
         run_id: hex; names this run in its checkpoints. Random at first; `load_latest` takes over the loaded
             run's.
 
+        loaded_path: the checkpoint that `load_latest` returned the state of.
+
     Raises:
         CheckpointError: a cadence or a count below 1.
     """
@@ -110,6 +112,7 @@ class CheckpointManager:
         self._warn = warn
         self._fs = fs or FileSystem()
         self._now = now
+        self.loaded_path: Path | None = None
         self._saves = 0
         self._sound: set[Path] = set()
         self._writer: ThreadPoolExecutor | None = None
@@ -189,7 +192,6 @@ class CheckpointManager:
                 `.pt` files of version 2.0.
         """
         self._settle()
-        self._clean()
         entries = self.entries()
         if not entries:
             self._refuse_pickles()
@@ -297,6 +299,7 @@ class CheckpointManager:
     def _adopt(self, loaded: CheckpointEntry, entries: list[CheckpointEntry]) -> None:
         """Continue the run of a checkpoint that was just loaded."""
         own = of_run(entries, loaded.run_id)
+        self.loaded_path = loaded.path
         self.run_id = loaded.run_id
         self._saves = own[0].sequence
         self._sound.add(loaded.path)
@@ -456,7 +459,11 @@ class CheckpointManager:
         self._fs.remove_tree(trash)
 
     def _clean(self) -> None:
-        """Remove what killed processes left half-written."""
+        """Remove what killed processes left half-written.
+
+        Only a save does this, never a reader: it may be in another container or on another machine, where the
+        process that is writing at the moment does not exist.
+        """
         if not self.directory.is_dir():
             return
         for path in self.directory.iterdir():

@@ -119,13 +119,15 @@ def count_labels(batch: Any) -> Tensor:
 def align_labels(batch: Any) -> Any:
     """Turn labels that repeat the inputs (`data.labels: unshifted`) into next-token aligned ones.
 
-    Position t gets the label of t + 1 and the last position none: (B, T) int64 in, (B, T) int64 out.
+    Position t gets the label of t + 1 and the last position none: (…, T) int64 in, (…, T) int64 out.
     """
     labels = batch_labels(batch)
     if labels is None:
         return batch
     aligned = torch.full_like(labels, IGNORE_INDEX)
-    aligned[:, :-1] = labels[:, 1:]
+    aligned[..., :-1] = labels[..., 1:]
     if isinstance(batch, Mapping):
         return {**batch, "labels": aligned}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(batch[0], aligned, *batch[2:])  # type: ignore[call-arg]  # a named tuple's fields
     return type(batch)([batch[0], aligned, *batch[2:]])

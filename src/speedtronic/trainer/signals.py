@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -25,7 +26,9 @@ class SignalWatch:
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
             handler: Callable[[int, FrameType | None], None] = self._note
-            self._previous = {number: signal.signal(number, handler) for number in WATCHED}
+            # What the process was told to ignore, as a shell tells its background jobs, stays ignored.
+            heard = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, handler) for number in heard}
         return self
 
     def __exit__(
@@ -40,6 +43,13 @@ class SignalWatch:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
+            _show_cursor()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = signal.Signals(number)
+
+
+def _show_cursor() -> None:
+    """Undo what a live progress line did to the terminal, which will have no other occasion."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")

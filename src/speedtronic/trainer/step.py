@@ -6,8 +6,7 @@ Nothing here reads a number from the device. Losses, counts and norms stay tenso
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class Forward:
         self._plan = plan
         self._loss_fn = loss_fn
         self._warn: Callable[[str], None] | None = warn
-        parameters = inspect.signature(model.forward).parameters.values()
+        parameters = _parameters_of(model)
         self._names = {p.name for p in parameters}
         self._takes_any_key = any(p.kind is p.VAR_KEYWORD for p in parameters)
         # Hugging Face models hand further keywords on to their `loss_function`, which knows shift_labels.
@@ -125,41 +124,57 @@ class Forward:
         self._warn = None
 
 
-Share = Callable[[Tensor], Tensor]
-"""From a micro batch's mean loss to its share in the loss of the whole update."""
+def _parameters_of(model: nn.Module) -> Collection[inspect.Parameter]:
+    try:
+        return inspect.signature(model.forward).parameters.values()
+    except ValueError:
+        # Scripted modules have no Python signature; they are given whatever the batch holds.
+        return [inspect.Parameter("batch", inspect.Parameter.VAR_KEYWORD)]
 
 
-def equal_shares(micro_batches: int) -> list[Share]:
+def equal_parts(micro_batches: int) -> list[float | None]:
     """Every micro batch counts alike: the loss of the update is the mean of micro-batch means."""
-    return [lambda loss: loss / micro_batches] * micro_batches
+    return [micro_batches] * micro_batches
 
 
-def token_shares(batches: Sequence[Any]) -> list[Share]:
-    """Every target counts alike: a micro batch weighs its share of all labels that are not -100.
+def token_parts(batches: Sequence[Any]) -> list[float | None]:
+    """Every target counts alike: a micro batch counts by its share of all labels that are not -100.
 
-    The update's gradient is then that of one batch which holds all of them.
+    The update's gradient is then that of one batch which holds all of them. The labels are counted where the loader
+    put them, on the host, so that counting does not wait for the device.
     """
-    counts = [count_labels(batch) for batch in batches]
-    total = torch.stack(counts).sum().clamp(min=1)
-    return [partial(torch.mul, count / total) for count in counts]
+    counts: list[int] = torch.stack([count_labels(batch) for batch in batches]).tolist()
+    return [sum(counts) / count if count else None for count in counts]
 
 
 def accumulate(
     forward: Callable[[Any], Tensor],
     batches: Sequence[Any],
-    shares: Sequence[Share],
+    parts: Sequence[float | None],
     *,
     scaler: torch.amp.GradScaler,
 ) -> Tensor:
     """Run forward and backward over the micro batches of one update.
 
-    Returns the loss of the update, the sum of the shares: a detached 0-dim tensor on the device. Each share is
-    backpropagated at once, so that only one micro batch's graph is alive.
+    Args:
+        forward: from a batch to its scalar mean loss.
+        batches: the micro batches.
+        parts: what each mean loss is divided by. None takes no part and is not backpropagated: the mean over no
+            target may be NaN.
+        scaler: scales a loss before its backward pass.
+
+    Returns:
+        The loss of the update, the sum of the divided losses: a detached 0-dim tensor on the device. Each is
+        backpropagated at once, so that only one micro batch's graph is alive.
     """
     total: Tensor | None = None
-    for batch, share in zip(batches, shares, strict=True):
-        loss = share(forward(batch))
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    for batch, part in zip(batches, parts, strict=True):
+        loss = forward(batch)
+        if part is None:
+            loss = torch.zeros_like(loss)
+        else:
+            loss = loss / part
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "an update has at least one micro batch"
     return total

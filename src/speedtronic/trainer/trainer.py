@@ -35,10 +35,10 @@ from speedtronic.trainer.step import (
     Forward,
     accumulate,
     batch_size_and_tokens,
-    equal_shares,
+    equal_parts,
     gradient_norm,
     move_batch,
-    token_shares,
+    token_parts,
 )
 from speedtronic.trainer.sync import PreparesState, SyncCoordinator
 from speedtronic.trainer.throughput import device_peak_flops, training_flops_per_token
@@ -51,8 +51,8 @@ MAX_CONSECUTIVE_OVERFLOWS = 64
 class Evaluator(Protocol):
     """Measures a model on held-out data, and leaves its train/eval flags and the RNG as it found them."""
 
-    def __call__(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return the numbers of the `eval` event; `loss` is among them."""
+    def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Mapping[str, Any] | None:
+        """Return the numbers of the `eval` event, `loss` among them; None when it gave up because it should stop."""
 
 
 @dataclass
@@ -94,8 +94,9 @@ class Trainer:
         max_steps: default target of `fit`; `config.data.max_steps` or `config.run.max_steps` without it.
         start_step: the global step at which counting begins.
         loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not.
-        evaluator: called on the plain model at the cadence of `config.eval`.
-        lock_directory: the folder that belongs to this run while it trains; the checkpoints' without it.
+        evaluator: called on the plain model at the cadence of `config.eval`, and told how to find out that the run
+            is being interrupted.
+        lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints does anyway.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
     """
 
@@ -190,7 +191,7 @@ class Trainer:
 
     def _begin(self, max_steps: int | None, stack: ExitStack) -> _Fit:
         target = self._resolve_target(max_steps)
-        if folder := self._folder():
+        for folder in self._folders():
             stack.enter_context(RunLock(folder))
         self.model.to(self.device)
         self.model.train()
@@ -222,11 +223,11 @@ class Trainer:
             raise ConfigError(f"max_steps must be positive, not {requested}")
         return max(self.step, requested)
 
-    def _folder(self) -> Path | None:
-        if self._lock_directory is not None:
-            return self._lock_directory
+    def _folders(self) -> list[Path]:
+        """The folders that belong to this run alone while it trains."""
         manager = self.checkpoint_manager
-        return manager.directory if manager is not None and manager.enabled else None
+        checkpoints = manager.directory if manager is not None and manager.enabled else None
+        return [folder for folder in (self._lock_directory, checkpoints) if folder is not None]
 
     def _new_scaler(self) -> torch.amp.GradScaler:
         scaler = make_grad_scaler(self.precision)
@@ -318,8 +319,8 @@ class Trainer:
 
     def _accumulate(self, model: Callable[..., Any], batches: list[Any], scaler: torch.amp.GradScaler) -> Tensor:
         by_tokens = self.config.data.loss_normalization == "tokens"
-        shares = token_shares(batches) if by_tokens else equal_shares(len(batches))
-        return accumulate(lambda batch: self._forward(model, self._move_batch(batch)), batches, shares, scaler=scaler)
+        parts = token_parts(batches) if by_tokens else equal_parts(len(batches))
+        return accumulate(lambda batch: self._forward(model, self._move_batch(batch)), batches, parts, scaler=scaler)
 
     def _move_batch(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
@@ -426,9 +427,10 @@ class Trainer:
         if self._evaluator is None or fit.evaluated_at == self.step:
             return
         self._settle()
-        numbers = self._evaluator(self.model)
-        fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
-        self.logger.emit("eval", {"step": self.step, **numbers})
+        numbers = self._evaluator(self.model, lambda: fit.signals.received is not None)
+        if numbers is not None:
+            fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
+            self.logger.emit("eval", {"step": self.step, **numbers})
 
     def _save_if_due(self, fit: _Fit) -> None:
         if fit.saver is None:
@@ -445,14 +447,13 @@ class Trainer:
 
     def _finish(self, fit: _Fit) -> TrainResult:
         self._settle()
-        signal = fit.signals.received
-        if signal is not None:
-            self.logger.emit("interrupted", {"step": self.step, "signal": signal.name})
         if fit.saver is not None and fit.reporter.records:
             self._save(fit.saver)
             fit.saver.wait()
-        if signal is None and self.config.eval.at_end and fit.reporter.records:
+        if self.config.eval.at_end and fit.reporter.records and fit.signals.received is None:
             self._evaluate(fit)
+        if (signal := fit.signals.received) is not None:
+            self.logger.emit("interrupted", {"step": self.step, "signal": signal.name})
         result = TrainResult(
             steps=self.step,
             samples=self._counters.samples,
@@ -604,4 +605,7 @@ def _load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(sorted(problems)))
-    model.load_state_dict(dict(state))
+    try:
+        model.load_state_dict(dict(state))
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint is of another model: {error}") from error
