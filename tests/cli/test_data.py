@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from speedtronic.cli import data, main
+from speedtronic.data.shards import ShardWriter
+from speedtronic.data.tokenizers import IdArray
 from speedtronic.errors import DataError
 
 
@@ -142,3 +146,27 @@ def test_reading_the_command_line_loads_no_torch() -> None:
         "assert not {'torch', 'numpy', 'rich'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_prepare_that_is_terminated_leaves_nothing(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    write = ShardWriter.write
+
+    def terminated(writer: ShardWriter, ids: IdArray) -> None:
+        write(writer, ids)
+        assert list(tmp_path.glob(".out.partial-*/shard_00000.bin"))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ShardWriter, "write", terminated)
+
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "prepare", str(text), "--out", str(tmp_path / "out")])
+
+    assert stop.value.code == 143
+    assert list(tmp_path.iterdir()) == [text]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_prepare_runs_outside_the_main_thread(tmp_path: Path, text: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(run, "prepare", text, "--out", tmp_path / "out").result() == 0

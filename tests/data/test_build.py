@@ -79,6 +79,8 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> str:
         stream=lambda data: Stream(),
         streaming_validation=lambda data: (Squares(6), Stream()),
         nothing=lambda data: 3,
+        constant="/",
+        failing=lambda data: {}["key"],
     )
     monkeypatch.setitem(sys.modules, "some_user_data", module)
     return "some_user_data"
@@ -161,6 +163,7 @@ def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) 
         ({"dataset": "no_such_module_here:make"}, ConfigError, "cannot import 'no_such_module_here'"),
         ({"dataset": "some_user_data:gone"}, ConfigError, "has no 'gone'"),
         ({"dataset": "some_user_data:nothing"}, ConfigError, "must return a Dataset.* not int"),
+        ({"dataset": "some_user_data:constant"}, ConfigError, r"some_user_data:constant must be a function, not str"),
         ({"dataset": "some_user_data:stream", "shuffle": True}, ConfigError, r"data\.shuffle"),
         ({"dataset": "some_user_data:stream", "num_workers": 1}, NotBuiltError, r"data\.num_workers"),
         (
@@ -183,6 +186,54 @@ def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) 
 def test_what_cannot_be_built_is_one_clear_error(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build_data(config(**options), pin_memory=False)
+
+
+@pytest.mark.usefixtures("factory")
+def test_what_a_factory_raises_passes_through() -> None:
+    with pytest.raises(KeyError, match="key"):
+        build_data(config(dataset="some_user_data:failing"), pin_memory=False)
+
+
+@pytest.mark.parametrize("source", ["synthetic", "text", "shards"])
+def test_labels_that_are_aligned_already_are_not_shifted_again(source: str, text_path: str, shards: str) -> None:
+    sources: dict[str, dict[str, Any]] = {
+        "synthetic": {},
+        "text": {"text_path": text_path},
+        "shards": {"shards": shards},
+    }
+    twice = config(**sources[source], labels="unshifted")
+
+    with pytest.raises(ConfigError, match=r"data\.labels: unshifted is for .* data\.dataset"):
+        build_data(twice, pin_memory=False)
+    with pytest.raises(ConfigError, match=r"data\.labels: unshifted is for .* data\.dataset"):
+        build_dataloader(twice)
+
+
+def test_a_dataset_of_ones_own_may_have_labels_that_repeat_its_inputs(factory: str) -> None:
+    assert len(list(build_data(config(dataset=f"{factory}:pair", labels="unshifted"), pin_memory=False).train)) == 6
+
+
+@pytest.mark.parametrize("name", ["reference_transformer", "gpt"])
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("block_size", r"data\.block_size is 9, more than the 8 of model\.max_seq_len"),
+        ("vocab_size", r"data\.vocab_size is 9, more than the 8 of model\.vocab_size"),
+    ],
+)
+def test_data_beyond_a_built_in_model_names_both_sizes(name: str, key: str, message: str) -> None:
+    model = {"name": name, "max_seq_len": 8, "vocab_size": 8}
+
+    with pytest.raises(ConfigError, match=message):
+        build_data(SpeedtronicConfig.from_dict({"model": model, "data": {key: 9}}), pin_memory=False)
+
+
+def test_the_sizes_of_other_models_are_their_own_matter() -> None:
+    raw = {"model": {"name": "mine", "max_seq_len": 8, "vocab_size": 8}, "data": {"block_size": 9, "vocab_size": 9}}
+
+    data = build_data(SpeedtronicConfig.from_dict(raw), pin_memory=False)
+
+    assert next(iter(data.train))["input_ids"].shape == (1, 9)
 
 
 def test_a_tokenizer_file_is_refused_as_not_built_yet(text_path: str) -> None:

@@ -54,6 +54,23 @@ def test_other_fields_are_stacked() -> None:
 
 
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])
+@pytest.mark.parametrize("field", ["input_ids", "labels"])
+def test_ids_and_labels_that_are_no_integers_are_refused(make: Any, field: str) -> None:
+    sample = {"input_ids": make([1, 2]), "labels": make([2, 3]), field: make([0.5, 1.0])}
+
+    with pytest.raises(DataError, match=rf"the {field} of a sample must be integers, not torch\.float(32|64)"):
+        collate_batch([sample])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_integers_of_any_width_become_int64(dtype: Any) -> None:
+    batch = collate_causal([{"input_ids": np.array([1, 2], dtype)}, {"input_ids": []}])
+
+    assert batch["input_ids"].tolist() == [[1, 2], [0, 0]]
+    assert batch["input_ids"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor])
 def test_rows_may_be_lists_arrays_or_tensors(make: Any) -> None:
     batch = collate_batch([{"input_ids": make([1, 2]), "labels": make([2, 3])}] * 2)
 

@@ -86,6 +86,24 @@ def test_a_part_holds_its_stretch_and_is_recognised_as_such(blocks: TokenDataset
         part[3]
 
 
+@pytest.mark.parametrize("source", ["shards", "cache"])
+def test_a_damaged_token_that_reaches_a_batch_names_its_folder(tmp_path: Path, text_path: Path, source: str) -> None:
+    dataset: TokenDataset
+    if source == "shards":
+        folder, dataset = tmp_path / "shards", shard_dataset(tmp_path / "shards", 8)
+    else:
+        dataset = TextFileTokenDataset(text_path, 8, CorpusCharTokenizer(map(chr, range(128))))
+        (folder,) = (tmp_path / "cache").iterdir()
+    shard = folder / "shard_00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[32 + 2 * 3 + 1] ^= 0x80  # the high byte of token 3
+    shard.write_bytes(content)
+
+    with pytest.raises(DataError, match=rf"{folder}: holds the token id \d{{5}}, .*inspect {folder} --verify"):
+        dataset.batch([0, 1])
+    assert dataset.batch([1, 2])["labels"].tolist() == [list(TEXT.encode()[9:17]), list(TEXT.encode()[17:25])]
+
+
 def test_a_dataset_pickles(blocks: TokenDataset) -> None:
     assert blocks[4]["labels"].tolist() == pickle.loads(pickle.dumps(blocks))[4]["labels"].tolist()
 

@@ -311,3 +311,10 @@ def test_a_dataset_without_a_length_is_refused() -> None:
 
     with pytest.raises(DataError, match="Endless has no length"):
         TokenLoader(Endless(), 1)
+
+
+def test_synthetic_data_of_another_seed_say_what_they_depend_on() -> None:
+    then = TokenLoader(SyntheticTokenDataset(10, 4, 50, seed=1), 2).state_dict()
+
+    with pytest.raises(DataError, match=r"data\.validation_fraction and, for synthetic data, data\.seed .*run\.seed"):
+        TokenLoader(SyntheticTokenDataset(10, 4, 50, seed=2), 2).load_state_dict(then)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from speedtronic.data.prepare import PreparedSummary, prepare
-from speedtronic.data.shards import ShardSet
+from speedtronic.data.shards import ShardSet, ShardWriter
+from speedtronic.data.tokenizers import CharTokenizer
 from speedtronic.errors import DataError
 
 
@@ -226,3 +229,19 @@ def test_the_library_gives_tens_of_megabytes_of_text(tmp_path: Path) -> None:
 
     assert summary.tokens > 10_000_000
     assert "def " in decoded(tmp_path / "out", limit=100_000)
+
+
+def test_the_next_preparation_removes_what_a_killed_one_left(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    killed.wait()
+    prepare([corpus], tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: killed.pid)
+        ShardWriter(tmp_path / "out", tokenizer=CharTokenizer()).__enter__()
+    assert len(list(tmp_path.glob(".out.partial-*"))) == 1
+
+    assert prepare([corpus], tmp_path / "out").already_prepared
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from speedtronic.data.shards import ShardSet, ShardWriter, is_prepared
+from speedtronic.data.shards import ShardSet, ShardWriter, is_prepared, remove_leftovers
 from speedtronic.data.tokenizers import CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import DataError
 
@@ -143,10 +145,15 @@ def spoil_header(folder: Path) -> None:
     [
         (lambda folder: (folder / "index.json").unlink(), "not a prepared folder"),
         (lambda folder: (folder / "index.json").write_text("{"), "not valid JSON"),
+        (lambda folder: (folder / "index.json").write_text("[" * 200_000), "not valid JSON"),
         (lambda folder: (folder / "index.json").write_text("[]"), "not an index of"),
         (lambda folder: edit_index(folder, lambda index: index.update(version=2)), "format version 2"),
         (lambda folder: edit_index(folder, lambda index: index.update(format="other")), "not an index of"),
         (lambda folder: edit_index(folder, lambda index: index.pop("tokens")), "a field is missing or wrong"),
+        (
+            lambda folder: edit_index(folder, lambda index: index.update(tokens=float("inf"))),
+            "a field is missing or wrong",
+        ),
         (lambda folder: edit_index(folder, lambda index: index.update(shards=[3])), "a field is missing"),
         (lambda folder: edit_index(folder, lambda index: index.update(tokens=5)), "do not add up"),
         (
@@ -214,3 +221,79 @@ def test_tokens_of_any_width_are_written(tmp_path: Path) -> None:
 def test_a_shard_of_no_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="at least 1 token, not 0"):
         ShardWriter(tmp_path / "s", tokenizer=CharTokenizer(), shard_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, *, pid: int | None = None, host: str | None = None) -> Path:
+    """What a process that is writing `folder`, or was killed at it, has beside it."""
+    before = set(folder.parent.iterdir())
+    with monkeypatch.context() as patch:
+        if pid is not None:
+            patch.setattr("os.getpid", lambda: pid)
+        if host is not None:
+            patch.setattr("socket.gethostname", lambda: host)
+        ShardWriter(folder, tokenizer=CharTokenizer()).__enter__()
+    (partial,) = set(folder.parent.iterdir()) - before
+    return partial
+
+
+def test_leftovers_of_dead_processes_of_this_host_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_process: int
+) -> None:
+    dead = begin(tmp_path / "s", monkeypatch, pid=dead_process)
+    kept = {
+        begin(tmp_path / "s", monkeypatch),
+        begin(tmp_path / "s", monkeypatch, pid=dead_process, host="elsewhere"),
+        begin(tmp_path / "other", monkeypatch, pid=dead_process),
+    }
+
+    remove_leftovers(tmp_path / "s")
+
+    assert not dead.exists()
+    assert set(tmp_path.iterdir()) == kept
+
+
+def test_leftovers_are_looked_for_where_there_is_no_folder_yet(tmp_path: Path) -> None:
+    remove_leftovers(tmp_path / "none" / "s")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_replacement_moved_aside_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_process: int
+) -> None:
+    partial = begin(tmp_path / "s", monkeypatch, pid=dead_process)
+    make(tmp_path / "s", "old text").rename(partial.with_name(partial.name.replace("partial", "old")))
+
+    remove_leftovers(tmp_path / "s")
+
+    assert ShardSet(tmp_path / "s").tokens == len("old text") + 1
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_replacement_that_is_interrupted_keeps_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "s", "old text")
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if "partial" in path.name:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ShardWriter(tmp_path / "s", tokenizer=CharTokenizer(), replace=True) as writer,
+    ):
+        writer.write(np.array([1], np.uint8))
+
+    assert ShardSet(tmp_path / "s").tokens == len("old text") + 1
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from speedtronic.data import BatchStream, SyntheticTokenDataset, TokenLoader, infinite_batches
 from speedtronic.errors import DataError
@@ -104,6 +104,73 @@ def test_a_foreign_loader_is_replayed_exactly(done: int) -> None:
     restore_rng(rng)
 
     assert train(resumed, 16 - done) == straight[done:]
+
+
+TEN = list(range(10))
+
+
+def own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def orders(make: Callable[[], DataLoader[int]], done: int) -> tuple[list[Any], list[Any]]:
+    """The ten batches after `done`, of a stream that was never interrupted and of one that was resumed."""
+    torch.manual_seed(0)
+    straight = [batch.tolist() for batch in islice(batch_stream(make()), done, done + 10)]
+    torch.manual_seed(0)
+    interrupted = batch_stream(make())
+    list(islice(interrupted, done))
+    state, rng = interrupted.state_dict(), capture_rng()
+    torch.manual_seed(99)
+    resumed = batch_stream(make())
+    resumed.load_state_dict(state)
+    restore_rng(rng)
+    return straight, [batch.tolist() for batch in islice(resumed, 10)]
+
+
+@pytest.mark.parametrize("done", range(10))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(TEN, 4, shuffle=True, generator=own_generator()),
+        lambda: DataLoader(TEN, 4, sampler=RandomSampler(TEN, generator=own_generator())),
+        lambda: DataLoader(
+            TEN, batch_sampler=BatchSampler(RandomSampler(TEN, generator=own_generator()), 4, drop_last=False)
+        ),
+    ],
+    ids=["loader", "sampler", "batch sampler"],
+)
+def test_a_generator_of_the_loaders_own_continues_too(make: Callable[[], DataLoader[int]], done: int) -> None:
+    straight, resumed = orders(make, done)
+
+    assert resumed == straight
+
+
+@pytest.mark.parametrize("generator", [own_generator, lambda: None], ids=["own", "global"])
+def test_persistent_workers_keep_the_order_on_resume(generator: Callable[[], torch.Generator | None]) -> None:
+    straight, resumed = orders(
+        lambda: DataLoader(TEN, 4, shuffle=True, num_workers=1, persistent_workers=True, generator=generator()), 5
+    )
+
+    assert resumed == straight
+
+
+def test_a_stream_goes_back_to_the_start_with_the_loader_at_hand() -> None:
+    stream = batch_stream(DataLoader(TEN, 4, shuffle=True, generator=own_generator()))
+    start = stream.state_dict()
+    first = [batch.tolist() for batch in islice(stream, 5)]
+
+    stream.load_state_dict(start)
+
+    assert [batch.tolist() for batch in islice(stream, 5)] == first
+
+
+def test_a_loader_without_the_checkpoints_generator_is_refused() -> None:
+    interrupted = batch_stream(DataLoader(TEN, 4, shuffle=True, generator=own_generator()))
+    next(interrupted)
+
+    with pytest.raises(DataError, match="has 0 random generators of its own, but that of the checkpoint had 1"):
+        batch_stream(DataLoader(TEN, 4, shuffle=True)).load_state_dict(interrupted.state_dict())
 
 
 def test_a_replay_warns_and_leaves_the_generators_as_they_are() -> None:

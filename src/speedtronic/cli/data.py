@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,16 +69,17 @@ def run_prepare(args: argparse.Namespace) -> int:
     from speedtronic.data.prepare import DEFAULT_PATTERNS, prepare
     from speedtronic.data.shards import DEFAULT_SHARD_TOKENS
 
-    summary = prepare(
-        args.paths,
-        args.out,
-        source=args.source,
-        tokenizer=args.tokenizer,
-        patterns=args.pattern or DEFAULT_PATTERNS,
-        shard_tokens=DEFAULT_SHARD_TOKENS if args.shard_tokens is None else args.shard_tokens,
-        seed=args.seed,
-        force=args.force,
-    )
+    with _sigterm_unwinds():
+        summary = prepare(
+            args.paths,
+            args.out,
+            source=args.source,
+            tokenizer=args.tokenizer,
+            patterns=args.pattern or DEFAULT_PATTERNS,
+            shard_tokens=DEFAULT_SHARD_TOKENS if args.shard_tokens is None else args.shard_tokens,
+            seed=args.seed,
+            force=args.force,
+        )
     done = "already prepared" if summary.already_prepared else "prepared"
     print(
         f"{done}: {summary.folder}: {summary.tokens:,} tokens, {_count(summary.documents, 'document')}, "
@@ -82,6 +88,24 @@ def run_prepare(args: argparse.Namespace) -> int:
     if summary.skipped:
         print(f"left out, not being UTF-8 text: {_count(summary.skipped, 'file')}")
     return 0
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Let SIGTERM end the process by an exception, so that what is half written is removed on the way out."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the removal
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may install a handler
+        return
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
 
 def run_inspect(args: argparse.Namespace) -> int:

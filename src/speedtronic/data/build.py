@@ -21,6 +21,8 @@ from speedtronic.errors import ConfigError, DataError, NotBuiltError
 
 Loader = TokenLoader | DataLoader[Any]
 
+_BUILT_IN_MODELS = frozenset({"reference_transformer", "gpt"})
+
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -48,14 +50,16 @@ def build_data(config: SpeedtronicConfig, *, pin_memory: bool) -> TrainingData:
     """The training and validation loaders of a configuration.
 
     Args:
-        config: read are `data` and, through it, the resolved vocabulary, block size and seed.
+        config: read are `data` with the resolved vocabulary, block size and seed, and what a built-in model
+            can take of them.
         pin_memory: what `data.pin_memory: null` means on the device of this run.
 
     Raises:
-        ConfigError: no source of data, or options that exclude each other.
+        ConfigError: no source of data, options that exclude each other, or sizes beyond a built-in model's.
         DataError: the data cannot be used as configured.
         NotBuiltError: a part that this version does not have.
     """
+    _check_model_sizes(config)
     source = _held_out(_source(config.data), config.data)
     validation = None
     if source.validation is not None:
@@ -92,6 +96,20 @@ def build_dataloader(
     return _training_loader(_held_out(source, data).train, data, pin_memory_device)
 
 
+def _check_model_sizes(config: SpeedtronicConfig) -> None:
+    if config.model.name not in _BUILT_IN_MODELS:
+        return
+    for key, needed, limit, held in (
+        ("block_size", _block_size(config.data), "max_seq_len", config.model.max_seq_len),
+        ("vocab_size", _vocab_size(config.data), "vocab_size", config.model.vocab_size),
+    ):
+        if needed > held:
+            raise ConfigError(
+                f"data.{key} is {needed}, more than the {held} of model.{limit} that the model can take; raise "
+                f"model.{limit} or lower data.{key}"
+            )
+
+
 def _source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Source:
     if data.dataset is not None:
         return _from_factory(data.dataset, data)
@@ -114,7 +132,10 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
         raise ConfigError(f"data.dataset: cannot import {module!r}: {error}") from error
     if not hasattr(imported, function):
         raise ConfigError(f"data.dataset: the module {module!r} has no {function!r}")
-    made = getattr(imported, function)(data)
+    factory = getattr(imported, function)
+    if not callable(factory):
+        raise ConfigError(f"data.dataset: {name} must be a function, not {type(factory).__name__}")
+    made = factory(data)
     train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for part in (train, validation):
         if not (part is None or hasattr(part, "__getitem__") or isinstance(part, IterableDataset)):
@@ -171,6 +192,7 @@ def _synthetic(data: DataConfig) -> _Source:
 
 
 def _held_out(source: _Source, data: DataConfig) -> _Source:
+    _check_labels(source, data)
     if not data.validation_fraction:
         return source
     if source.validation is not None:
@@ -186,6 +208,14 @@ def _held_out(source: _Source, data: DataConfig) -> _Source:
         )
     cut = size - held_out
     return _Source(_part(source.train, 0, cut), _part(source.train, cut, size), source.tokenizer)
+
+
+def _check_labels(source: _Source, data: DataConfig) -> None:
+    if data.labels == "unshifted" and any(isinstance(part, TokenDataset) for part in (source.train, source.validation)):
+        raise ConfigError(
+            "data.labels: unshifted is for data whose labels repeat the inputs, as a data.dataset of yours may; text, "
+            "shards and synthetic data have next-token labels already: set data.labels to aligned"
+        )
 
 
 def _part(dataset: Dataset[Any], start: int, stop: int) -> Dataset[Any]:

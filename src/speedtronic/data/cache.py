@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from speedtronic.data.shards import ShardSet, ShardWriter
+from speedtronic.data.shards import ShardSet, ShardWriter, remove_leftovers
 from speedtronic.data.text import check_text_file, read_pieces, read_text
 from speedtronic.data.tokenizers import Tokenizer, encode_pieces, spec_fingerprint
 from speedtronic.errors import DataError
@@ -51,6 +51,7 @@ def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer) -> ShardSet:
         except DataError:
             # Nothing but this function writes here: a damaged entry is worth no more than an absent one.
             shutil.rmtree(folder)
+    remove_leftovers(folder)
     try:
         with ShardWriter(folder, tokenizer=tokenizer) as writer:
             for ids in encode_pieces(tokenizer, read_text(path)):

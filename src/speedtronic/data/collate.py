@@ -51,21 +51,22 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         padding.
 
     Raises:
-        DataError: no samples, samples with different fields, or labels that do not fit their ids.
+        DataError: no samples, samples with different fields, ids or labels that are no integers, or labels that
+            do not fit their ids.
     """
     if not items:
         raise DataError("cannot make a batch of no samples")
     fields = items[0].keys()
     if any(item.keys() != fields for item in items):
         raise DataError("the samples of a batch have different fields")
-    ids = [_row(item["input_ids"], torch.int64) for item in items]
+    ids = [_integers("input_ids", item) for item in items]
     width = max(len(row) for row in ids)
     batch = {"input_ids": _pad(ids, width, PADDING_ID)}
     if "labels" in fields:
-        labels = [_row(item["labels"], torch.int64) for item in items]
+        labels = [_integers("labels", item) for item in items]
         batch["labels"] = _pad(labels, width - _label_shift(ids, labels), IGNORED_LABEL)
     if "attention_mask" in fields:
-        masks = [_row(item["attention_mask"], torch.bool) for item in items]
+        masks = [_row(item["attention_mask"]).bool() for item in items]
         batch["attention_mask"] = _pad(masks, width, False)
     elif any(len(row) < width for row in ids):
         lengths = torch.tensor([len(row) for row in ids])
@@ -75,8 +76,16 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return batch
 
 
-def _row(values: Any, dtype: torch.dtype) -> Tensor:
-    row = torch.as_tensor(values, dtype=dtype)
+def _integers(name: str, item: Mapping[str, Any]) -> Tensor:
+    row = _row(item[name])
+    # An empty list has no type of its own, and becomes a float tensor.
+    if len(row) and (row.is_floating_point() or row.is_complex()):
+        raise DataError(f"the {name} of a sample must be integers, not {row.dtype}")
+    return row.long()
+
+
+def _row(values: Any) -> Tensor:
+    row = torch.as_tensor(values)
     if row.ndim != 1:
         raise DataError(f"a token sample must be one row of ids, not of shape {tuple(row.shape)}")
     return row

@@ -197,6 +197,8 @@ class _BlockDataset(TokenDataset):
         rows = np.empty((len(indices), self.block_size + 1), np.int64)
         for row, index in zip(rows, indices, strict=True):
             self._sequence.read(int(index) * self.block_size, row)
+        if isinstance(self._sequence, ShardSet):
+            self._sequence.check(rows)
         return rows
 
     @property

@@ -184,8 +184,9 @@ class TokenLoader:
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"the data is not that of the checkpoint: {_describe(self.state_dict())} now, "
-                f"{_describe(state)} then; give back the same text, tokenizer, block_size and "
-                f"validation_fraction, or start a new run"
+                f"{_describe(state)} then; give back the same text or shards, tokenizer, data.block_size, "
+                f"data.validation_fraction and, for synthetic data, data.seed (which follows run.seed) and "
+                f"data.num_tokens, or start a new run"
             )
         changed = [name for name in ("seed", "shuffle") if state[name] != self.state_dict()[name]]
         if changed:

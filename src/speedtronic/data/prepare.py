@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speedtronic.data.shards import DEFAULT_SHARD_TOKENS, ShardSet, ShardWriter, is_prepared
+from speedtronic.data.shards import DEFAULT_SHARD_TOKENS, ShardSet, ShardWriter, is_prepared, remove_leftovers
 from speedtronic.data.text import check_text_file, read_pieces
 from speedtronic.data.tokenizers import CharacterwiseTokenizer, CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import DataError
@@ -67,7 +67,8 @@ def prepare(
 
     Every non-empty file is a document, ended by the tokenizer's separator. Documents are ordered by a hash of
     their names, so that the end of the data, which a run holds out, is a fair sample of it. The text is
-    streamed: memory does not grow with it. The folder appears when it is complete.
+    streamed: memory does not grow with it. The folder appears when it is complete, and what an earlier call that
+    was killed has left beside it is removed.
 
     Args:
         paths: text files, and folders that are searched for `patterns`; hidden files and folders are passed
@@ -86,6 +87,7 @@ def prepare(
     """
     _check_request(paths, source, tokenizer)
     folder = Path(out)
+    remove_leftovers(folder)
     documents, skipped = _library_sources() if source else (_user_documents(paths, patterns), 0)
     documents.sort(key=lambda document: _place(document.name, seed))
     recipe = {"origin": source or "files", "tokenizer": tokenizer, "shard_tokens": shard_tokens, "seed": seed}

@@ -13,10 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
+import socket
 import struct
+import sys
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -180,7 +184,38 @@ def _sync_and_close(file: BinaryIO) -> None:
 
 
 def _beside(folder: Path, purpose: str) -> Path:
-    return folder.parent / f".{folder.name}.{purpose}-{os.getpid()}-{secrets.token_hex(4)}"
+    return folder.parent / f".{folder.name}.{purpose}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _host() -> str:
+    return hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what processes of this host that were killed while they wrote `folder` have left beside it."""
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.(partial|old)-{_host()}-(\d+)-[0-9a-f]+")
+    # What cannot be listed or removed is no obstacle here; if it is one to writing, that will say so.
+    with suppress(OSError):
+        for path in list(folder.parent.iterdir()):
+            found = pattern.fullmatch(path.name)
+            if found is None or _is_alive(int(found[2])):
+                continue
+            if found[1] == "old" and not folder.exists():
+                path.rename(folder)  # killed between the two renames of a replacement
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    if sys.platform == "win32":
+        return True  # no signal there asks without ending the process
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _move(new: Path, folder: Path) -> None:
@@ -191,8 +226,13 @@ def _move(new: Path, folder: Path) -> None:
 
 def _swap(new: Path, folder: Path) -> None:
     old = _beside(folder, "old")
-    folder.rename(old)
-    new.rename(folder)
+    try:
+        folder.rename(old)
+        new.rename(folder)
+    except BaseException:
+        if not folder.exists():
+            old.rename(folder)
+        raise
     shutil.rmtree(old)
 
 
@@ -220,7 +260,7 @@ class ShardSet:
             self.tokenizer_spec: dict[str, Any] = dict(index["tokenizer"])
             self.source: dict[str, Any] = dict(index["source"])
             self.shards = [Shard(str(s["file"]), int(s["tokens"]), str(s["sha256"])) for s in index["shards"]]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise _broken(self.folder / INDEX, f"a field is missing or wrong ({error})") from error
         self._check(index)
         self._ends = list(accumulate(shard.tokens for shard in self.shards))
@@ -273,6 +313,15 @@ class ShardSet:
             filled += len(part)
             number, offset = number + 1, 0
 
+    def check(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Raise DataError if tokens that were read here, of any shape, cannot be the tokenizer's."""
+        if tokens.size and int(tokens.max()) >= self.tokenizer.vocab_size:
+            raise DataError(
+                f"{self.folder}: holds the token id {int(tokens.max())}, outside its tokenizer's vocabulary of "
+                f"{self.tokenizer.vocab_size}: its files have been damaged; `speedtronic data inspect {self.folder} "
+                f"--verify` names those, and deleting the folder lets it be made again"
+            )
+
     def _map(self, number: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         mapped = self._maps.get(number)
         if mapped is None:
@@ -314,7 +363,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise _broken(path, f"larger than {_LARGEST_INDEX} bytes")
     try:
         index = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _broken(path, f"not valid JSON ({error})") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise _broken(path, f"not an index of {FORMAT}")

@@ -6,6 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
+
 from speedtronic.errors import DataError
 
 _END = object()
@@ -41,12 +44,21 @@ def _empty_pass() -> DataError:
     )
 
 
+def _own_generators(loader: Any) -> list[torch.Generator]:
+    """The generators that a `DataLoader` or its samplers were given, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    given = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(found): found for found in given if isinstance(found, torch.Generator)}.values())
+
+
 class BatchStream:
     """What a training loop draws its batches from: endless, and resumable at any batch.
 
     A loader with `state_dict` and `load_state_dict` keeps its own position. For any other the stream counts
-    batches and remembers the random number generators as they were when the epoch began; to resume, it begins
-    the epoch anew with them and drops the batches that were already used.
+    batches and remembers the random number generators as they were when the epoch began, the global ones and
+    those that a `DataLoader` or its samplers were given; to resume, it begins the epoch anew with them and
+    drops the batches that were already used.
 
     Args:
         loader: any iterable of batches.
@@ -69,6 +81,7 @@ class BatchStream:
         self._warn = warn
         self._batches: Iterator[Any] | None = None
         self._rng_at_start: dict[str, Any] | None = None
+        self._own_at_start: list[Tensor] = []
         self._epoch = 0
         self._delivered = 0
         self._resumed = False
@@ -90,6 +103,7 @@ class BatchStream:
     def _begin_pass(self) -> Iterator[Any]:
         if not isinstance(self._loader, StatefulLoader):
             self._rng_at_start = self._capture_rng()
+            self._own_at_start = self._own_states()
         return iter(self._loader)
 
     def _end_pass(self) -> None:
@@ -105,10 +119,20 @@ class BatchStream:
         """The position after the last batch that `next` returned."""
         if isinstance(self._loader, StatefulLoader):
             return {"loader": self._loader.state_dict()}
-        return {"epoch": self._epoch, "batches": self._delivered, "rng": self._rng_at_start}
+        return {
+            "epoch": self._epoch,
+            "batches": self._delivered,
+            "rng": self._rng_at_start,
+            "generators": self._own_states() if self._batches is None else self._own_at_start,
+        }
+
+    def _own_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in _own_generators(self._loader)]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called. The global generators are left as they are.
+        """Continue where `state_dict` was called.
+
+        The global generators are left as they are; those of the loader itself come to where they were.
 
         Raises:
             DataError: the state is that of another kind of loader, or the loader has become shorter.
@@ -126,8 +150,22 @@ class BatchStream:
         else:
             self._epoch = int(state["epoch"])
             self._rng_at_start = state["rng"]
+            self._own_at_start = list(state.get("generators", ()))
             if state["batches"]:
                 self._replay(int(state["batches"]))
+            else:
+                self._restore_own()
+
+    def _restore_own(self) -> None:
+        generators = _own_generators(self._loader)
+        if len(generators) != len(self._own_at_start):
+            raise DataError(
+                f"the data loader has {len(generators)} random generators of its own, but that of the checkpoint "
+                f"had {len(self._own_at_start)}: the order of its batches cannot be continued; make the loader as "
+                f"it was made then"
+            )
+        for generator, state in zip(generators, self._own_at_start, strict=True):
+            generator.set_state(state)
 
     def _replay(self, batches: int) -> None:
         self._warn(
@@ -136,8 +174,12 @@ class BatchStream:
         )
         now = self._capture_rng()
         assert self._rng_at_start is not None
-        self._restore_rng(self._rng_at_start)
         try:
+            if self._epoch and getattr(self._loader, "persistent_workers", False):
+                # Such a loader draws its workers' seed in the first epoch alone: let it do so before the replay.
+                iter(self._loader)
+            self._restore_rng(self._rng_at_start)
+            self._restore_own()
             self._batches = iter(self._loader)
             for number in range(batches):
                 if next(self._batches, _END) is _END:
