@@ -46,7 +46,7 @@ def test_temperature_zero_takes_the_likeliest_token_of_each_row() -> None:
     assert chosen.dtype == torch.int64
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-3])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-30, 1e-3])
 def test_a_tiny_temperature_neither_overflows_nor_errs(temperature: float) -> None:
     assert frequencies(LOGITS * 1e4, draws=50, temperature=temperature) == [1.0, 0.0, 0.0, 0.0]
 
@@ -366,3 +366,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"half")
     with pytest.raises(CheckpointError, match=r"step_000000000003: model\.safetensors"):
         load_generator(checkpoint)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**22])
+def test_a_seed_out_of_range_is_said_at_the_call(seed: int) -> None:
+    with pytest.raises(ConfigError, match=r"the seed must be from 0 to 2\*\*63-1, not"):
+        generate_tokens(nn.Identity(), [1], max_new_tokens=1, context_length=1, seed=seed)

@@ -24,6 +24,8 @@ from speedtronic.errors import CheckpointError, ConfigError, InputError
 from speedtronic.model import evaluation_mode
 from speedtronic.registry import build_model, registry
 
+LARGEST_SEED = 2**63 - 1
+
 
 def sample_next(
     logits: Tensor,
@@ -37,7 +39,8 @@ def sample_next(
 
     Args:
         logits: `(B, V)` floating.
-        temperature: divides the logits; 0 takes the most likely token and uses no random number.
+        temperature: divides the logits; 0, and what is 0 in float32, takes the most likely token and uses no random
+            number.
         top_k: keep the k most likely tokens; a k beyond V keeps all.
         top_p: of those, keep the fewest most likely ones whose probabilities sum to at least p (nucleus
             sampling, Holtzman et al. 2020).
@@ -51,7 +54,7 @@ def sample_next(
         ConfigError: an argument is out of range.
     """
     _check_sampling(temperature, top_k, top_p)
-    if temperature == 0.0:
+    if temperature < torch.finfo(torch.float32).tiny:
         return logits.argmax(-1)
     # The most likely token is moved to 0 before dividing, so that a tiny temperature cannot overflow.
     scores = (logits.float() - logits.amax(-1, keepdim=True).float()) / temperature
@@ -87,7 +90,7 @@ def generate_tokens(
         max_new_tokens: how many tokens to make at most.
         context_length: the model sees at most this many of the newest tokens.
         temperature, top_k, top_p: as in `sample_next`.
-        seed: equal seeds give equal tokens; `None` is a new text every time.
+        seed: from 0 to 2⁶³ - 1; equal seeds give equal tokens; `None` is a new text every time.
         vocab_limit: ids from here on are never chosen, for a vocabulary that was padded.
         stop_id: the text ends before this token.
 
@@ -101,6 +104,8 @@ def generate_tokens(
     for name, value in (("max_new_tokens", max_new_tokens), ("context_length", context_length)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
+    if seed is not None:
+        check_seed(seed)
     generator = torch.Generator()
     if seed is None:
         generator.seed()
@@ -118,6 +123,12 @@ def generate_tokens(
             yield ids[-1]
 
     return tokens()
+
+
+def check_seed(seed: int) -> None:
+    """Raise `ConfigError` for a seed that the generator of random numbers cannot have."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ConfigError(f"the seed must be from 0 to 2**63-1, not {seed}")
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,12 @@ def test_missing_truncated_and_foreign_files_are_errors(tmp_path: Path) -> None:
         {"time": "yesterday"},
         {"time": "2030-01-01T00:00:00"},
         {"time": None},
+        {"loss": "x"},
+        {"loss": True},
+        {"config_sha256": 5},
+        {"versions": "2.0"},
+        {"files": {name: FileRecord("ten", "ab") for name in FILES}},  # type: ignore[arg-type]
+        {"files": {name: FileRecord(10, None) for name in FILES}},  # type: ignore[arg-type]
         {"files": {"../evil": FileRecord(1, "a")}},
     ],
     ids=str,
@@ -108,3 +114,11 @@ def test_a_manifest_of_an_absurd_size_is_not_read(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(b" " * (2**20 + 1))
     with pytest.raises(CheckpointError, match="larger than"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"checkpoint": 5}, {"step": "x"}, {"run_id": None}], ids=str)
+def test_a_sealed_pointer_of_the_wrong_form_is_an_error(tmp_path: Path, change: dict[str, Any]) -> None:
+    pointer = dataclasses.replace(Pointer("step_000000000500", 500, "0123456789abcdef"), **change)
+    (tmp_path / "latest.json").write_bytes(pointer.to_bytes())
+    with pytest.raises(CheckpointError, match="does not name a checkpoint"):
+        read_pointer(FileSystem(), tmp_path / "latest.json")

@@ -12,6 +12,7 @@ import torch
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import generate, main
+from speedtronic.cli.output import prepare
 from speedtronic.config import SpeedtronicConfig, load_config
 from speedtronic.data.tokenizers import CorpusCharTokenizer
 from speedtronic.registry import build_model
@@ -115,6 +116,8 @@ def test_a_custom_model_comes_with_its_yaml(capsys: pytest.CaptureFixture[str], 
         (["--top-k", "0"], "top_k"),
         (["--temperature", "-1"], "temperature"),
         (["--max-tokens", "0"], "max_new_tokens"),
+        (["--seed", "99999999999999999999999"], "the seed must be from 0 to 2**63-1"),
+        (["--seed", str(2**63 - 1), "--num-samples", "2"], "the seed must be from 0 to 2**63-1"),
         (["--num-samples", "0"], "--num-samples must be at least 1, not 0"),
         (["--device", "cuda:99"], "cuda:99"),
         (["--prompt-file", "no/such/file"], "no/such/file"),
@@ -143,6 +146,17 @@ def test_a_source_that_is_not_there_is_exit_code_2(capsys: pytest.CaptureFixture
     assert "nowhere.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["latest.json", "step_000000000003/model.safetensors"])
+def test_a_file_that_is_no_configuration_is_answered_with_what_to_name(
+    capsys: pytest.CaptureFixture[str], run_yaml: Path, name: str
+) -> None:
+    file = run_yaml.parent / "out" / "checkpoints" / name
+    for command in (["generate"], ["checkpoints", "list"]):
+        assert main([*command, str(file)]) == 2
+        first = capsys.readouterr().err.splitlines()[0]
+        assert first == f"error: {file}: not a configuration; name the folder of a run or its YAML"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -161,10 +175,11 @@ def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPa
     assert terminal.getvalue() == "a\ufffd[2J\tb\né\ufffd"
 
 
-def test_a_pipe_gets_every_character_that_its_encoding_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for encoding, expected in (("utf-8", "a\x1bé".encode()), ("ascii", b"a\x1b?")):
+def test_a_pipe_gets_the_characters_that_its_encoding_has_and_the_rest_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, expected in (("utf-8", "a\x1bé".encode()), ("ascii", b"a\x1b\\xe9")):
         pipe = Pipe(encoding)
         monkeypatch.setattr(sys, "stdout", pipe)
+        prepare()
         generate._write("a\x1bé")
         assert pipe.bytes.getvalue() == expected
 

@@ -68,7 +68,7 @@ def test_the_schema_has_types_bounds_choices_and_nulls() -> None:
         "description": "Seed of every random number of the run.",
     }
     assert definitions["ModelConfig"]["properties"]["n_kv_head"]["anyOf"] == [
-        {"type": "integer", "exclusiveMinimum": 0},
+        {"type": "integer", "exclusiveMinimum": 0, "maximum": 2**31 - 1},
         {"type": "null"},
     ]
     assert definitions["SchedulerConfig"]["properties"]["name"]["enum"] == [
@@ -100,4 +100,4 @@ def test_the_page_has_a_row_for_every_key(name: str) -> None:
 
 def test_the_defaults_on_the_page_are_those_of_the_classes() -> None:
     assert "| `lr` | number ≥ 0 | `0.0003` | Peak learning rate. |" in markdown()
-    assert "| `n_kv_head` | whole number > 0, null | `null` |" in markdown()
+    assert "| `n_kv_head` | whole number > 0, ≤ 2147483647, null | `null` |" in markdown()

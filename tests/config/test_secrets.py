@@ -28,13 +28,27 @@ SECRET = "hf_verysecret123"
         "key",
         "credentials",
         "credential_file",
+        "api_keys",
+        "accessKeys",
+        "tokens",
+        "access_tokens",
+        "db_passwords",
+        "pwd",
+        "basic_auth",
+        "Authorization",
+        "bearer",
+        "session_cookie",
+        "creds",
     ],
 )
 def test_a_key_that_names_a_secret_is_recognised(key: str) -> None:
     assert is_secret(key)
 
 
-@pytest.mark.parametrize("key", ["num_tokens", "tokenizer", "key_dim", "token_dim", "endpoint", "keys_per_page", ""])
+@pytest.mark.parametrize(
+    "key",
+    [*("num_tokens", "special_tokens", "tokenizer", "key_dim", "token_dim", "endpoint", "keys_per_page", "author", "")],
+)
 def test_other_keys_are_not(key: str) -> None:
     assert not is_secret(key)
 
@@ -95,6 +109,10 @@ def test_a_redacted_secret_loads_as_null() -> None:
         {"token": {"value": SECRET}},
         {"token": SECRET.encode()},
         {"token": SECRET, "nodeid": "x"},
+        {"store_options": SECRET},
+        {"store_options": [SECRET]},
+        {"repo_id": [SECRET]},
+        {"trusted_nodes": [{"key": SECRET}]},
         {"store_options": {"secret": {SECRET.encode(): 1}}},
         {"store_options": {"secret": SECRET.encode()}},
     ],
@@ -113,3 +131,52 @@ def test_a_wrong_text_under_a_secret_key_is_not_echoed() -> None:
 
 def test_model_extra_is_whole_for_the_factory() -> None:
     assert ModelConfig(extra={"special_token": "<eos>"}).extra == {"special_token": "<eos>"}
+
+
+def test_of_the_options_of_a_store_only_harmless_ones_are_shown() -> None:
+    names = ("pass", "sas_url", "session", "connection_string", "private_key_pem", "anything_at_all")
+    config = SpeedtronicConfig(
+        distributed={
+            "store_options": {
+                **dict.fromkeys(names, SECRET),
+                "pin": 1234,
+                "headers": {"Authorization": SECRET, "X-Other": [SECRET]},
+                "endpoint": f"https://user:{SECRET}@host:9000/path",
+                "endpoint_url": f"https://host/path?sig={SECRET}",
+                "profile": ["work", SECRET],
+                "client": {"region": "eu", "id": SECRET},
+                "use_ssl": True,
+                "verify": False,
+            },
+        }
+    )
+    for text in (repr(config), str(config.distributed), config.to_yaml(True), config.to_json(True)):
+        assert SECRET not in text
+    assert config.to_dict(True)["distributed"]["store_options"] == {
+        **dict.fromkeys(names, "<redacted>"),
+        "pin": "<redacted>",
+        "headers": {"Authorization": "<redacted>", "X-Other": "<redacted>"},
+        "endpoint": "https://host:9000/path",
+        "endpoint_url": "<redacted>",
+        "profile": "<redacted>",
+        "client": {"region": "eu", "id": "<redacted>"},
+        "use_ssl": True,
+        "verify": False,
+    }
+
+
+def test_no_address_is_shown_with_its_password() -> None:
+    config = SpeedtronicConfig(distributed={"repo_id": f"s3://me:{SECRET}@host/bucket/model@v1"})
+    assert SECRET not in repr(config)
+    assert config.to_dict(True)["distributed"]["repo_id"] == "s3://host/bucket/model@v1"
+
+
+@pytest.mark.parametrize("section", ["distributed", "hub", "diloco"])
+def test_a_text_in_place_of_the_section_with_secrets_is_not_echoed(section: str) -> None:
+    with pytest.raises(ConfigError, match="^<string>:1: distributed: must be a mapping of keys$"):
+        load_config(f"{section}: {SECRET}\n")
+
+
+def test_a_wrong_value_of_a_harmless_key_beside_secrets_is_said() -> None:
+    with pytest.raises(ConfigError, match="must be a whole number, not the text 'ten'"):
+        DistributedConfig(inner_steps="ten")

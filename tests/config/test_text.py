@@ -124,3 +124,9 @@ def test_json_files_keep_to_json() -> None:
 def test_yaml_is_written_in_blocks_and_in_order() -> None:
     text = write_yaml({"b": {"z": None, "a": [1e-8, "no", "1e-4"]}, "a": {}, "word": "true"})
     assert text == "b:\n  z: null\n  a:\n  - 1e-08\n  - no\n  - '1e-4'\na: {}\nword: 'true'\n"
+
+
+def test_aliases_of_aliases_end_before_they_fill_the_memory() -> None:
+    levels = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
+    with pytest.raises(ConfigError, match=r"^f: holds more than 100,000 values"):
+        parse("\n".join(["a0: &a0 x", *levels]), "f")

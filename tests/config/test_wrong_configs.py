@@ -167,3 +167,39 @@ def test_a_process_shows_no_traceback(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {file}:1: run.zzz: unknown key\n{file}:2: data.zzz: unknown key\n"
+
+
+@pytest.mark.parametrize("levels", [40, 400, 4000])
+def test_deep_nesting_is_a_config_error(levels: int) -> None:
+    with pytest.raises(ConfigError, match=r"nested too deeply|must not be nested more than 32 levels deep"):
+        load_config(f"model: {{extra: {{a: {'[' * levels}{']' * levels}}}}}\n")
+
+
+def test_a_mapping_that_holds_itself_is_a_config_error() -> None:
+    extra: dict[str, object] = {}
+    extra["self"] = extra
+    with pytest.raises(ConfigError, match="nested"):
+        load_config({"model": {"extra": extra}})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(f"model.{key}" for key in ("vocab_size", "max_seq_len", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff")),
+        *("run.threads", "run.max_steps", "data.num_workers", "data.micro_batch_size", "checkpoint.keep_last"),
+        *("data.num_tokens", "scheduler.warmup_steps", "distributed.inner_steps", "logging.every_steps"),
+    ],
+)
+def test_no_size_or_count_is_without_bound(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: must be at most"):
+        load_config({}, [f"{key}={2**53 + 1}"])
+
+
+def test_what_follows_the_largest_width_loads_again() -> None:
+    config = load_config({"model": {"d_model": (2**31 - 1) // 4, "n_head": 1}})
+    assert load_config(config.to_dict()).model.d_ff == config.model.d_ff
+
+
+def test_two_logs_do_not_share_a_file() -> None:
+    with pytest.raises(ConfigError, match=r"logging\.json_file: names the same file as logging\.file"):
+        load_config({"logging": {"file": "logs/run", "json_file": "./logs/../logs/run"}})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,23 @@ def test_a_later_change_of_folder_does_not_move_the_file(tmp_path: Path, monkeyp
     file.write_line(b"one")
     file.close()
     assert (tmp_path / "file").read_bytes() == b"one\n"
+
+
+def test_a_pipe_takes_lines_and_a_reader_that_has_gone_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    read: list[bytes] = []
+
+    def read_one_line() -> None:
+        with open(path, "rb") as pipe:
+            read.append(pipe.readline())
+
+    reader = threading.Thread(target=read_one_line)
+    reader.start()
+    file = AppendFile(path)
+    file.write_line(b"one")
+    reader.join()
+    assert read == [b"one\n"]
+    with pytest.raises(BrokenPipeError):
+        file.write_line(b"two")
+    file.close()

@@ -85,3 +85,18 @@ def test_importing_the_logger_loads_neither_torch_nor_rich() -> None:
     program = "import sys, speedtronic.metrics; print({'torch', 'numpy', 'rich'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
+
+
+def test_without_a_standard_output_it_is_silent_and_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    sink = ConsoleSink(None, INFO)
+    sink.write(message("a"))
+    assert not sink.is_terminal()
+
+
+def test_a_closed_stream_is_no_terminal() -> None:
+    stream = io.StringIO()
+    stream.close()
+    sink = ConsoleSink(stream, INFO)
+    sink.write(message("a"))
+    assert not sink.is_terminal()

@@ -231,3 +231,18 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(lines_of(tmp_path / "l.jsonl")) == 800
+
+
+def test_a_path_that_is_none_is_named_as_it_was_given() -> None:
+    with pytest.raises(ConfigError, match=r"logging\.file: cannot write to 'a\\x00b'"):
+        MetricLogger(file="a\0b")
+
+
+@pytest.mark.parametrize("step", ["three", None, [], 10**5000, float("nan")], ids=type)
+def test_any_step_and_any_message_can_be_emitted(tmp_path: Path, step: object) -> None:
+    with MetricLogger(
+        every_steps=2, file=tmp_path / "l.txt", json_file=tmp_path / "l.jsonl", stream=io.StringIO()
+    ) as logger:
+        logger.emit("train_step", {"step": step, "tokens_per_sec": 10**400})
+        logger.emit("log", {"anything": step})
+    assert lines_of(tmp_path / "l.jsonl")[-1]["event"] == "log"

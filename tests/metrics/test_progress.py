@@ -16,6 +16,24 @@ class Terminal(io.StringIO):
         return True
 
 
+class AsciiTerminal(io.TextIOWrapper):
+    def __init__(self) -> None:
+        self.bytes = io.BytesIO()
+        super().__init__(self.bytes, encoding="ascii")
+
+    def isatty(self) -> bool:
+        return True
+
+
+class HungUp(Terminal):
+    """A terminal whose window is closed after the first step."""
+
+    def write(self, text: str) -> int:
+        if "step 1/4" in self.getvalue():
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
 class Clock:
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -121,3 +139,32 @@ def test_prints_of_the_training_code_appear_above_the_line(monkeypatch: pytest.M
     logger.close()
     assert sys.stdout is stream
     assert "a print of the model\n" in without_escapes(stream.getvalue())
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped_above_the_live_line() -> None:
+    terminal = AsciiTerminal()
+    logger = MetricLogger(stream=terminal, progress="on", clock=Clock())
+    logger.emit("train_start", {"step": 0, "target_steps": 4})
+    logger.emit("checkpoint", {"path": "oä/x"})
+    logger.emit("train_step", step(1))
+    logger.close()
+    text = terminal.bytes.getvalue().decode("ascii")
+    assert "checkpoint  path o\\xe4/x" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
+
+
+def test_a_terminal_that_hangs_up_ends_neither_the_run_nor_its_close() -> None:
+    assert "step 1/4" in run(HungUp(), "on")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [{}, {"step": "three"}, {"step": 2, "loss": "low", "steps_per_sec": 1e-300, "peak_memory_bytes": "much"}],
+)
+def test_a_step_without_numbers_does_not_end_the_run(payload: dict[str, Any]) -> None:
+    stream = Terminal()
+    with MetricLogger(stream=stream, progress="on", clock=Clock()) as logger:
+        logger.emit("train_start", {"step": 0, "target_steps": 4})
+        logger.emit("train_step", payload)
+        logger.emit("train_step", step(4))
+    assert "step 4/4" in without_escapes(stream.getvalue())

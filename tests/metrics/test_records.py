@@ -47,3 +47,33 @@ def test_anything_foreign_is_its_text() -> None:
 
 def test_a_scalar_whose_item_is_itself_is_text() -> None:
     assert plain_payload({"x": np.longdouble(1.5)}) == {"x": "1.5"}
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_what_cannot_be_written_as_it_is_becomes_text() -> None:
+    own: dict[str, object] = {"a": 1}
+    own["self"] = [own]
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    shared = [1]
+    plain = plain_payload(
+        {
+            "huge": 10**5000,
+            "own": own,
+            "deep": deep,
+            "meta": torch.empty((), device="meta"),
+            "foreign": Unprintable(),
+            "twice": [shared, shared],
+        }
+    )
+    assert plain["huge"] == hex(10**5000)
+    assert plain["own"] == {"a": 1, "self": ["..."]}
+    assert str(plain["deep"]) == "[" * 32 + "'...'" + "]" * 32
+    assert "meta" in plain["meta"]
+    assert plain["foreign"] == "<Unprintable: RuntimeError>"
+    assert plain["twice"] == [[1], [1]]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -30,6 +32,17 @@ STATE_TREE = "state.json"
 FILES = (MODEL_TENSORS, STATE_TENSORS, STATE_TREE)
 
 _LARGEST_MANIFEST = 2**20  # bytes
+_MANIFEST_TYPES: Mapping[str, tuple[type, ...]] = {
+    "step": (int,),
+    "sequence": (int,),
+    "run_id": (str,),
+    "time": (str,),
+    "loss": (float, NoneType),
+    "config_sha256": (str, NoneType),
+    "versions": (dict,),
+}
+_RECORD_TYPES: Mapping[str, tuple[type, ...]] = {"size": (int,), "sha256": (str,)}
+_POINTER_TYPES: Mapping[str, tuple[type, ...]] = {"checkpoint": (str,), "step": (int,), "run_id": (str,)}
 _RUN_ID = re.compile("[0-9a-f]{8,64}")
 
 
@@ -111,9 +124,11 @@ def read_pointer(fs: FileSystem, path: Path) -> Pointer:
         CheckpointError: it is missing, damaged, or not ours.
     """
     try:
-        return Pointer(**_read_sealed(fs, path))
+        pointer = Pointer(**_read_sealed(fs, path))
+        _check_types(pointer, _POINTER_TYPES)
     except TypeError as error:
         raise CheckpointError(f"{path.name} does not name a checkpoint: {error}") from error
+    return pointer
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
@@ -123,14 +138,24 @@ def seal(fields: Mapping[str, Any]) -> bytes:
 
 def _validate(manifest: Manifest) -> None:
     """Hold what is acted upon to its form: a seal proves that nothing changed, not who wrote it."""
-    if type(manifest.step) is not int or type(manifest.sequence) is not int:
-        raise ValueError("step and sequence are counts")
+    _check_types(manifest, _MANIFEST_TYPES)
+    for record in manifest.files.values():
+        _check_types(record, _RECORD_TYPES)
+    if manifest.loss is not None and not math.isfinite(manifest.loss):
+        raise ValueError("its loss is not finite")
     if datetime.fromisoformat(manifest.time).tzinfo is None:
         raise ValueError("its time lacks a zone")
     if not _RUN_ID.fullmatch(manifest.run_id):
         raise ValueError("its run id is malformed")
     if set(manifest.files) != set(FILES):
         raise ValueError(f"it lists {sorted(manifest.files)}, not {sorted(FILES)}")
+
+
+def _check_types(record: object, types: Mapping[str, tuple[type, ...]]) -> None:
+    for name, allowed in types.items():
+        # Not isinstance: true is not a count.
+        if type(getattr(record, name)) not in allowed:
+            raise TypeError(f"its {name} is a {type(getattr(record, name)).__name__}")
 
 
 def _read_sealed(fs: FileSystem, path: Path) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 from speedtronic import __version__
-from speedtronic.cli import checkpoints, data, generate, schema, train, validate
+from speedtronic.cli import checkpoints, data, generate, output, schema, train, validate
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.errors import SpeedtronicError
 
@@ -22,28 +21,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done; 1 a failure while running; 2 bad use, configuration or input, with one clear message; 128 + n a signal.
     """
     try:
-        args = _parser().parse_args(argv)
-    except SystemExit as stop:
-        return _exit_code(stop)
-    try:
-        code: int = args.run(args)
-    except SpeedtronicError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        _silence_stdout()
-        return 0
+        return _answer(argv)
     except KeyboardInterrupt:
         return 130
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def _answer(argv: Sequence[str] | None) -> int:
+    """The exit code; whatever goes wrong has been said."""
+    output.prepare()
+    try:
+        code = _run(argv)
+        output.finish()
+    except output.OutputError as error:
+        output.abandon()
+        return _report(error)
+    except SpeedtronicError as error:
+        return _report(error)
+    except BrokenPipeError:
+        output.abandon()
+        return 0
     except Exception:  # noqa: BLE001 - the edge of the process: a fault in a user's model shows where it is
         traceback.print_exc()
         return 1
     return code
 
 
-def entry() -> None:
-    """The console script."""
-    sys.exit(main())
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    code: int = args.run(args)
+    return code
+
+
+def _report(error: SpeedtronicError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,12 +75,3 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add_parser(commands)
     return parser
-
-
-def _exit_code(stop: SystemExit) -> int:
-    return stop.code if isinstance(stop.code, int) else 0
-
-
-def _silence_stdout() -> None:
-    # The reader is gone; without this the interpreter would complain once more when it flushes at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,6 +13,7 @@ from speedtronic.errors import ConfigError
 if TYPE_CHECKING:
     from speedtronic.config import SpeedtronicConfig
 
+_YAML = {".yaml", ".yml"}
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 
@@ -61,6 +62,22 @@ def load_from_arguments(args: argparse.Namespace, extra: Sequence[str] = ()) -> 
 
     file, overrides = _file_and_overrides(args)
     return load_config(file, [*overrides, *extra]), file.resolve().parent
+
+
+def load_config_of_run(source: Path) -> SpeedtronicConfig:
+    """Load the configuration that stands for a run where its folder could stand as well.
+
+    Raises:
+        ConfigError: it is wrong, or the file is none.
+    """
+    from speedtronic.config import load_config
+
+    try:
+        return load_config(source)
+    except ConfigError as error:
+        if source.suffix in _YAML or not source.exists():
+            raise
+        raise ConfigError(f"{source}: not a configuration; name the folder of a run or its YAML\n{error}") from error
 
 
 def _file_and_overrides(args: argparse.Namespace) -> tuple[Path, list[str]]:

@@ -8,6 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speedtronic.cli import output
+from speedtronic.cli.arguments import load_config_of_run
+
 if TYPE_CHECKING:
     from speedtronic.checkpoint import CheckpointEntry
 
@@ -32,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
     directory = _checkpoints_folder(args.path)
     entries = CheckpointManager(directory).entries()
     if args.json:
-        print(json.dumps([_as_object(entry) for entry in entries], indent=2))
+        output.write(json.dumps([_as_object(entry) for entry in entries], indent=2) + "\n")
     elif entries:
-        _print_table([_as_row(entry, datetime.now(UTC)) for entry in entries])
+        output.write(_table([_as_row(entry, datetime.now(UTC)) for entry in entries]))
     else:
-        print(f"no checkpoints in {directory}")
+        output.write(f"no checkpoints in {directory}\n")
     return 0
 
 
@@ -45,9 +48,7 @@ def _checkpoints_folder(path: Path) -> Path:
     from speedtronic.errors import CheckpointError
 
     if path.is_file():
-        from speedtronic.config import load_config
-
-        config = load_config(path)
+        config = load_config_of_run(path)
         return Path(config.run.output_dir) / config.checkpoint.directory
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder or config")
@@ -93,8 +94,8 @@ def _age(seconds: float) -> str:
     return f"{max(0, int(seconds))}s"
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
+def _table(rows: list[tuple[str, ...]]) -> str:
     table = [_HEADINGS, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(_HEADINGS))]
-    for row in table:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join(lines) + "\n"

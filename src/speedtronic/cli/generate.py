@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speedtronic.cli import output
+from speedtronic.cli.arguments import load_config_of_run
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,10 +54,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     from speedtronic.errors import ConfigError
+    from speedtronic.generation import check_seed
     from speedtronic.precision import resolve_device
 
     if args.num_samples < 1:
         raise ConfigError(f"--num-samples must be at least 1, not {args.num_samples}")
+    if args.seed is not None:
+        check_seed(args.seed)
+        check_seed(args.seed + args.num_samples - 1)
     prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
     generator = _load(Path(args.source), resolve_device(args.device))
     for sample in range(args.num_samples):
@@ -81,10 +88,9 @@ def _load(source: Path, device: torch.device) -> TextGenerator:
     if source.is_dir():
         return load_generator(source, device=device)
 
-    from speedtronic.config import load_config
     from speedtronic.runtime import import_plugins
 
-    config = load_config(source)
+    config = load_config_of_run(source)
     import_plugins(config.plugins, source.resolve().parent)
     folder = Path(config.run.output_dir) / config.checkpoint.directory
     return load_generator(folder, extra=config.model.extra, device=device)
@@ -102,10 +108,7 @@ def _read_prompt(path: Path) -> str:
 
 
 def _write(text: str) -> None:
-    """Write what the terminal can show: a model may make any character, such as an escape sequence."""
-    out = sys.stdout
-    if out.isatty():
+    """Show what a model made, which may be any character: an escape sequence must not steer the terminal."""
+    if sys.stdout.isatty():
         text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-    encoding = out.encoding or "utf-8"
-    out.write(text.encode(encoding, "replace").decode(encoding))
-    out.flush()
+    output.write(text)

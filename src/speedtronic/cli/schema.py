@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+
+from speedtronic.cli import output
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,5 +23,5 @@ def run(args: argparse.Namespace) -> int:
     from speedtronic.config.reference import json_schema, markdown
 
     text = markdown() if args.format == "markdown" else json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-    sys.stdout.write(text)
+    output.write(text)
     return 0

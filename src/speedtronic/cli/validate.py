@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
+from speedtronic.cli import output
 from speedtronic.cli.arguments import add_config_arguments, load_from_arguments
 
 
@@ -23,5 +23,5 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     config, _ = load_from_arguments(args)
     text = config.to_json if args.format == "json" else config.to_yaml
-    sys.stdout.write(text(redact_secrets=True))
+    output.write(text(redact_secrets=True))
     return 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
 from speedtronic.config.problems import InvalidConfigError, Path, Problem, problems_of, unknown_key
-from speedtronic.config.secrets import redacted
+from speedtronic.config.secrets import redacted_under
 
 
 class Section(BaseModel):
@@ -92,7 +92,7 @@ class Section(BaseModel):
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for key, value in super().__repr_args__():
-            yield key, redacted(value)
+            yield key, redacted_under(key or "", value)
 
     def plain(self) -> dict[str, Any]:
         """The values as dicts, lists, strings, numbers, bools and None. Secrets are in it, in the clear."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from speedtronic.config.secrets import is_secret
+from speedtronic.config.secrets import may_be_shown
 from speedtronic.errors import ConfigError
 
 Path = tuple[str | int, ...]
@@ -163,7 +163,7 @@ def problems_of(error: ValidationError, prefix: Path, known: Mapping[str, Sequen
         elif detail["type"] == "extra_forbidden":
             problems.append(unknown_key(path, known))
         else:
-            problems.append(Problem(path, _message(detail["type"], detail, secret=is_secret(str(path[-1])))))
+            problems.append(Problem(path, _message(detail["type"], detail, secret=not may_be_shown(path))))
     return problems
 
 

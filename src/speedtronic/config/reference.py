@@ -57,9 +57,10 @@ others follow again unless they were given.
 - `optimizer: muon` is `optimizer: {name: muon}`, and `precision: bf16` is `precision: {mode: bf16}`
 - `compile: {enabled: true}` is `compile: true`
 
-**Secrets** belong in the environment. `distributed.token`, and what stands under keys such as `password` or
-`api_key` in `distributed.store_options` and `model.extra`, is written as `<redacted>` wherever a
-configuration is shown or saved; `<redacted>` is read as null.
+**Secrets** belong in the environment. `distributed.token`, what stands under keys such as `password` or
+`api_key` in `model.extra`, and each of `distributed.store_options` but endpoint, endpoint_url, region, profile,
+use_ssl and anon is written as `<redacted>` wherever a configuration is shown or saved, and addresses lose
+the user and password in them; `<redacted>` is read as null.
 
 **In an editor**: write the output of `speedtronic schema` to `speedtronic.schema.json` and put this on the
 first line of a YAML; the editor then completes and checks it as it is typed.

@@ -165,8 +165,9 @@ class SpeedtronicConfig(Section):
         """The resolved values as plain dicts, lists, strings, numbers, bools and None.
 
         Args:
-            redact_secrets: write `<redacted>` for the token and for each value of `distributed.store_options`
-                and `model.extra` whose key names a secret.
+            redact_secrets: write `<redacted>` for the token, for each value of `model.extra` whose key names a
+                secret, and for each of `distributed.store_options` but endpoint, region, profile and switches; leave
+                user and password out of addresses.
         """
         tree = self.plain()
         return redacted(tree) if redact_secrets else tree

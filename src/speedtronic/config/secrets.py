@@ -8,23 +8,65 @@ from typing import Any
 REDACTED = "<redacted>"
 
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
-_ALWAYS_SECRET = {"secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials"}
+_ALWAYS_SECRET = {
+    *("secret", "secrets", "password", "passwords", "passwd", "pwd", "passphrase"),
+    *("credential", "credentials", "creds", "auth", "authorization", "bearer", "cookie", "cookies"),
+}
 _SECRET_AT_THE_END = ("token", "key", *_ALWAYS_SECRET)
+# `num_tokens` counts and `special_tokens` are text; these are what many tokens and keys of access are called.
+_SECRET_PLURAL = re.compile(r"(^|api|access|account|auth|bearer|private|refresh|secret|session|sas)(tokens|keys)$")
+
+# What a store is may need any key at all, so of its options only these are known to hold nothing secret.
+_OPTIONS_OF_A_STORE = "store_options"
+_HARMLESS_OPTIONS = {"endpoint", "endpoint_url", "region", "profile", "use_ssl", "anon"}
+_USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key names a secret: `secret_access_key`, `apiKey`, `token`; not `num_tokens`, `key_dim`."""
+    """Whether a key names a secret: `secret_access_key`, `apiKey`, `tokens`; not `num_tokens`, `key_dim`."""
     words = [word.lower() for word in _WORDS.findall(key)]
-    return bool(words) and (words[-1].endswith(_SECRET_AT_THE_END) or not _ALWAYS_SECRET.isdisjoint(words))
+    return bool(words) and (
+        words[-1].endswith(_SECRET_AT_THE_END)
+        or not _ALWAYS_SECRET.isdisjoint(words)
+        or _SECRET_PLURAL.search("".join(words[-2:])) is not None
+    )
+
+
+def may_be_shown(path: tuple[str | int, ...]) -> bool:
+    """Whether an error about the value at a path of the configuration may repeat that value."""
+    if path[0] == "distributed":
+        return len(path) == 2 and path[1] not in {"token", "repo_id", "worker_repo_id", _OPTIONS_OF_A_STORE}
+    return not is_secret(str(path[-1]))
 
 
 def redacted(value: Any) -> Any:
-    """A copy of a tree of plain values in which each value under a secret-looking key is `<redacted>`."""
+    """A copy of a tree of plain values without its secrets.
+
+    `<redacted>` stands for each value under a secret-looking key, and for each option of a store that is not known
+    to be harmless. Addresses lose the user and password in them.
+    """
     if isinstance(value, dict):
-        return {key: _hidden(item) if is_secret(key) else redacted(item) for key, item in value.items()}
+        return {key: redacted_under(key, item) for key, item in value.items()}
     if isinstance(value, list):
         return [redacted(item) for item in value]
-    return value
+    return _USERINFO.sub("", value) if isinstance(value, str) else value
+
+
+def redacted_under(key: str, value: Any) -> Any:
+    """What `redacted` makes of a value under a key."""
+    if key == _OPTIONS_OF_A_STORE and isinstance(value, dict):
+        return {name: _redacted_option(name, item) for name, item in value.items()}
+    return _hidden(value) if is_secret(key) else redacted(value)
+
+
+def _redacted_option(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _redacted_option(name, item) for name, item in value.items()}
+    if key not in _HARMLESS_OPTIONS or isinstance(value, list):
+        return _hidden(value)
+    shown = redacted(value)
+    # An address may sign itself in its query.
+    return _hidden(shown) if isinstance(shown, str) and not set("@?#").isdisjoint(shown) else shown
 
 
 def _hidden(value: Any) -> Any:

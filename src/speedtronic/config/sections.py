@@ -13,9 +13,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     SecretStr,
     WithJsonSchema,
     WrapValidator,
@@ -26,6 +24,8 @@ from speedtronic.config.problems import in_words
 from speedtronic.config.secrets import REDACTED, without_redacted
 
 # --- types of values ---
+
+_DEEPEST = 32  # levels of a mapping of free keys
 
 
 def _as_text(value: object) -> object:
@@ -62,17 +62,19 @@ def _schema_match(pattern: str) -> WithJsonSchema:
 
 
 def _plain_mapping(value: dict[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = without_redacted(_plain_value(value, ""))
+    plain: dict[str, Any] = without_redacted(_plain_value(value, "", 0))
     return plain
 
 
-def _plain_value(value: object, place: str) -> Any:
+def _plain_value(value: object, place: str, depth: int) -> Any:
+    if depth > _DEEPEST:
+        raise ValueError(f"must not be nested more than {_DEEPEST} levels deep")
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise ValueError(f"keys{place} must be text, not {in_words(wrong[0])}")
-        return {key: _plain_value(item, f" under {key!r}") for key, item in value.items()}
+        return {key: _plain_value(item, f" under {key!r}", depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_value(item, place) for item in value]
+        return [_plain_value(item, place, depth + 1) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"the number{place} must be finite")
     if value is None or isinstance(value, str | bool | int | float):
@@ -88,6 +90,14 @@ def _alignment(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+# Bounds that no real run meets: beyond them lie numbers that PyTorch, or a float, cannot hold.
+_LARGEST_SIZE = 2**31 - 1
+_MOST_PROCESSORS = 4096
+Size = Annotated[int, Field(gt=0, le=_LARGEST_SIZE)]
+Width = Annotated[int, Field(gt=0, le=_LARGEST_SIZE // 4)]  # the feed-forward width that follows it is a size too
+Processors = Annotated[int, Field(gt=0, le=_MOST_PROCESSORS)]
+Count = Annotated[int, Field(gt=0, le=2**53)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**53)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 TextList = Annotated[list[Text], BeforeValidator(_as_list)]
@@ -124,7 +134,7 @@ Alignment = Annotated[
     WithJsonSchema({"anyOf": [{"enum": ["auto", "none"]}, {"type": "integer", "minimum": 1}]}),
 ]
 # Null until the section resolves them from its own keys; the types say what a reader finds then.
-FollowingInt = Annotated[PositiveInt, WrapValidator(_none_or)]
+FollowingInt = Annotated[Size, WrapValidator(_none_or)]
 FollowingFraction = Annotated[Fraction, WrapValidator(_none_or)]
 FollowingRate = Annotated[NonNegativeFloat, WrapValidator(_none_or)]
 
@@ -147,9 +157,9 @@ class RunConfig(Section):
         default="auto",
         description="Where to train: auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:<index>, mps.",
     )
-    max_steps: PositiveInt = Field(default=1000, description="Optimizer updates to reach.")
+    max_steps: Count = Field(default=1000, description="Optimizer updates to reach.")
     output_dir: PathText = Field(default="runs", description="Folder for what the run writes.")
-    log_every: PositiveInt | None = Field(
+    log_every: Count | None = Field(
         default=None, description="Optimizer updates between log lines; fills logging.every_steps."
     )
     on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
@@ -161,7 +171,7 @@ class RunConfig(Section):
         description="Weights to start from: a safetensors file, a checkpoint, a Hugging Face folder.",
     )
     deterministic: bool = Field(default=False, description="Use deterministic algorithms only, where there are any.")
-    threads: PositiveInt | None = Field(default=None, description="CPU threads; null leaves PyTorch's choice.")
+    threads: Processors | None = Field(default=None, description="CPU threads; null leaves PyTorch's choice.")
 
 
 class ModelConfig(Section):
@@ -174,12 +184,12 @@ class ModelConfig(Section):
         default="reference_transformer",
         description="Registered model: reference_transformer, gpt, or one of a plugin.",
     )
-    vocab_size: PositiveInt = Field(default=512, description="Vocabulary V, in token ids.")
-    max_seq_len: PositiveInt = Field(default=128, description="Longest sequence T, in tokens.")
-    n_layer: PositiveInt = Field(default=4, description="Transformer blocks.")
-    n_head: PositiveInt = Field(default=8, description="Query heads; divides d_model.")
+    vocab_size: Size = Field(default=512, description="Vocabulary V, in token ids.")
+    max_seq_len: Size = Field(default=128, description="Longest sequence T, in tokens.")
+    n_layer: Size = Field(default=4, description="Transformer blocks.")
+    n_head: Size = Field(default=8, description="Query heads; divides d_model.")
     n_kv_head: FollowingInt = _follows("Key and value heads; divides n_head. Null: n_head.")
-    d_model: PositiveInt = Field(default=256, description="Model width D.")
+    d_model: Width = Field(default=256, description="Model width D.")
     d_ff: FollowingInt = _follows("Nominal feed-forward width; SwiGLU uses 2/3 of it. Null: 4 · d_model.")
     dropout: Fraction = Field(default=0.0, description="Dropout probability.")
     tie_weights: bool = Field(default=True, description="Share the input embedding with the output head.")
@@ -216,34 +226,34 @@ class DataConfig(Section):
     )
     shards: PathText | None = Field(default=None, description="Folder written by `speedtronic data prepare`.")
     synthetic: bool = Field(default=True, description="Random tokens where no other source is named.")
-    num_tokens: PositiveInt = Field(default=100_000, description="Synthetic tokens in an epoch.")
+    num_tokens: Count = Field(default=100_000, description="Synthetic tokens in an epoch.")
     tokenizer: PathText = Field(
         default="bytes",
         description="bytes, chars (the characters of the text), or the path of a tokenizer file.",
     )
-    vocab_size: PositiveInt | None = Field(default=None, description="Token ids in use. Null: model.vocab_size.")
-    block_size: PositiveInt | None = Field(
+    vocab_size: Size | None = Field(default=None, description="Token ids in use. Null: model.vocab_size.")
+    block_size: Size | None = Field(
         default=None, description="Tokens T in a training sequence. Null: model.max_seq_len."
     )
-    micro_batch_size: PositiveInt = Field(default=1, description="Sequences in one forward pass.")
-    target_batch_size: PositiveInt = Field(
+    micro_batch_size: Size = Field(default=1, description="Sequences in one forward pass.")
+    target_batch_size: Size = Field(
         default=1, description="Sequences in one optimizer update; a multiple of micro_batch_size."
     )
     validation_fraction: FollowingFraction = _follows(
         "Share of the data, from its end, that is held out for evaluation. Null: 0.1 where eval.every_steps asks for "
         "evaluations and data.dataset does not bring its own part, else 0."
     )
-    num_workers: NonNegativeInt = Field(
+    num_workers: Annotated[int, Field(ge=0, le=_MOST_PROCESSORS)] = Field(
         default=0, description="Processes that read data; 0 reads in the training process."
     )
-    prefetch_factor: PositiveInt | None = Field(
+    prefetch_factor: Size | None = Field(
         default=None, description="Batches that each worker reads ahead; null leaves PyTorch's choice."
     )
     pin_memory: bool | None = Field(default=None, description="Page-locked host memory. Null: on CUDA.")
     shuffle: bool = Field(default=False, description="New order in each epoch, a function of (seed, epoch).")
     drop_last: bool = Field(default=True, description="Drop a last batch that is not full.")
     seed: Seed | None = Field(default=None, description="Seed of data and order. Null: run.seed.")
-    max_steps: PositiveInt | None = Field(
+    max_steps: Count | None = Field(
         default=None,
         description="Optimizer updates to reach; goes before run.max_steps and leaves the schedule alone.",
     )
@@ -308,7 +318,7 @@ class OptimizerConfig(Section):
     )
     muon_lr: FollowingRate = _follows("Peak learning rate of the matrices that Muon owns. Null: lr.")
     muon_momentum: Fraction = Field(default=0.95, description="Muon's momentum.")
-    muon_ns_steps: PositiveInt = Field(default=5, description="Newton–Schulz iterations in a Muon step.")
+    muon_ns_steps: Size = Field(default=5, description="Newton–Schulz iterations in a Muon step.")
     muon_norm_eps: PositiveFloat = Field(default=1e-8, description="Smallest norm in muon_plus's normalisation.")
     muon_scale: Literal["original", "match_rms_adamw"] = Field(
         default="original",
@@ -333,14 +343,14 @@ class SchedulerConfig(Section):
     name: Literal["cosine", "constant", "linear", "wsd"] = Field(
         default="cosine", description="Curve after the warmup; wsd is warmup, stable, decay."
     )
-    warmup_steps: NonNegativeInt = Field(default=100, description="Updates of linear warmup.")
-    max_steps: PositiveInt = Field(
+    warmup_steps: CountOrZero = Field(default=100, description="Updates of linear warmup.")
+    max_steps: Count = Field(
         default=1000, description="Update at which the curve ends. Follows run.max_steps unless given."
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="Learning rate at the end, as a share of the peak."
     )
-    decay_steps: PositiveInt | None = Field(
+    decay_steps: Count | None = Field(
         default=None, description="Updates of the final decay of wsd; null leaves the schedule's own choice."
     )
 
@@ -372,15 +382,15 @@ class CheckpointConfig(Section):
 
     enabled: bool = Field(default=True, description="Write checkpoints.")
     directory: PathText = Field(default="checkpoints", description="Folder, relative to run.output_dir.")
-    every_steps: PositiveInt = Field(default=500, description="Optimizer updates between checkpoints.")
+    every_steps: Count = Field(default=500, description="Optimizer updates between checkpoints.")
     every_minutes: PositiveFloat | None = Field(
         default=None, description="Minutes between checkpoints, besides every_steps."
     )
-    keep_last: PositiveInt | None = Field(default=3, description="Newest checkpoints to keep; null keeps all.")
-    keep_every: PositiveInt | None = Field(
+    keep_last: Count | None = Field(default=3, description="Newest checkpoints to keep; null keeps all.")
+    keep_every: Count | None = Field(
         default=None, description="Keep for good the checkpoints of steps that are a multiple of this."
     )
-    keep_best: NonNegativeInt = Field(default=0, description="Checkpoints of lowest validation loss to keep besides.")
+    keep_best: CountOrZero = Field(default=0, description="Checkpoints of lowest validation loss to keep besides.")
     background: bool = Field(default=True, description="Write in the background, from a snapshot.")
     resume: bool = Field(default=False, description="Continue from the newest sound checkpoint.")
 
@@ -396,7 +406,7 @@ class LoggingConfig(Section):
     )
     file: PathText | None = Field(default=None, description="Text file for the log lines.")
     json_file: PathText | None = Field(default=None, description="JSON Lines file for the events.")
-    every_steps: PositiveInt = Field(
+    every_steps: Count = Field(
         default=1,
         description="Optimizer updates between log lines. Follows run.log_every, where set, unless given.",
     )
@@ -405,25 +415,31 @@ class LoggingConfig(Section):
     )
     trackers: TextList = Field(default=[], description="Experiment trackers to report to, by name.")
 
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        file, json_file = values.get("file"), values.get("json_file")
+        if file and json_file and os.path.normpath(file) == os.path.normpath(json_file):
+            yield "json_file", "names the same file as logging.file; give each its own"
+
 
 class EvalConfig(Section):
     """Evaluation on held-out data while training."""
 
     section_name: ClassVar[str] = "eval"
 
-    every_steps: PositiveInt | None = Field(
+    every_steps: Count | None = Field(
         default=None, description="Optimizer updates between evaluations; null evaluates at the end only."
     )
-    batches: PositiveInt | None = Field(default=None, description="Batches in an evaluation; null takes all.")
+    batches: Count | None = Field(default=None, description="Batches in an evaluation; null takes all.")
     at_end: bool = Field(default=True, description="Evaluate after the last update.")
-    patience: PositiveInt | None = Field(
+    patience: Count | None = Field(
         default=None,
         description="Evaluations without improvement after which training stops; null never stops.",
     )
     min_delta: NonNegativeFloat = Field(
         default=0.0, description="Smallest fall of the loss that counts as improvement."
     )
-    samples: NonNegativeInt = Field(default=0, description="Texts to generate at each evaluation.")
+    samples: CountOrZero = Field(default=0, description="Texts to generate at each evaluation.")
 
 
 class ShapeValidationConfig(Section):
@@ -458,7 +474,7 @@ class DistributedConfig(Section):
         default=None,
         description="Name of this node: one path component. Null: made once and kept in state_dir.",
     )
-    inner_steps: PositiveInt = Field(default=500, description="Optimizer updates between two uploads.")
+    inner_steps: Count = Field(default=500, description="Optimizer updates between two uploads.")
     poll_interval: PositiveFloat = Field(default=60.0, description="Seconds between looks at the store.")
     outer_lr: PositiveFloat | None = Field(
         default=None,
@@ -486,7 +502,7 @@ class DistributedConfig(Section):
     state_dir: PathText = Field(default=".speedtronic/diloco", description="Folder for the spool and the ledger.")
     retry_initial: PositiveFloat = Field(default=1.0, description="Seconds before the first retry.")
     retry_max: PositiveFloat = Field(default=60.0, description="Longest pause between retries, in seconds.")
-    retry_attempts: PositiveInt = Field(default=6, description="Attempts at one request.")
+    retry_attempts: Count = Field(default=6, description="Attempts at one request.")
     reset_inner_optimizer: bool = Field(
         default=False, description="Clear the inner optimizer's state after a synchronisation."
     )
@@ -495,10 +511,10 @@ class DistributedConfig(Section):
         default=5.0, description="Seconds to wait for the last upload at the end."
     )
     async_global_poll: bool = Field(default=True, description="Look for new global weights in the background.")
-    expected_nodes: PositiveInt | None = Field(
+    expected_nodes: Count | None = Field(
         default=None, description="Nodes that take part. Null: those seen in the last five rounds."
     )
-    quorum: PositiveInt | None = Field(
+    quorum: Count | None = Field(
         default=None, description="Nodes whose deltas start a round. Null: half the expected nodes."
     )
     grace: NonNegativeFloat | None = Field(
@@ -509,7 +525,7 @@ class DistributedConfig(Section):
         default=None,
         description="Age, in rounds, beyond which a delta is rejected; null rejects none for its age.",
     )
-    keep_versions: PositiveInt = Field(default=8, description="Versions of the global weights to keep in the store.")
+    keep_versions: Count = Field(default=8, description="Versions of the global weights to keep in the store.")
     codec: Literal["fp32", "bf16", "int8", "int4", "int2", "topk"] = Field(
         default="fp32", description="Encoding of the deltas."
     )

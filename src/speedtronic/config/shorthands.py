@@ -7,6 +7,7 @@ from typing import Any
 
 from speedtronic.config.base import Section
 from speedtronic.config.problems import Path, Problem, in_words, unknown_key
+from speedtronic.config.secrets import may_be_shown
 
 SECTION_NAMES = {"hub": "distributed", "diloco": "distributed"}
 HOMES = {
@@ -62,7 +63,8 @@ def _section(name: str, value: object, kind: type[Section], problems: list[Probl
         return {key: item for key, item in value.items() if isinstance(key, str)}
     if name in NAMED_BY_TEXT and isinstance(value, str):
         return {NAMED_BY_TEXT[name]: value}
-    problems.append(Problem((name,), f"must be a mapping of keys, not {in_words(value)}"))
+    got = f", not {in_words(value)}" if may_be_shown((name,)) else ""
+    problems.append(Problem((name,), f"must be a mapping of keys{got}"))
     return {}
 
 

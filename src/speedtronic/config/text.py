@@ -18,6 +18,8 @@ from speedtronic.errors import ConfigError
 
 _TAG = "tag:yaml.org,2002:"
 _UNREAD = object()
+# No configuration is near it, and aliases of aliases reach it in a few lines.
+_MOST_VALUES = 100_000
 
 
 @dataclass
@@ -86,6 +88,7 @@ class _Reader:
         self._numbered = numbered
         self._parsed = Parsed()
         self._open: set[int] = set()
+        self._values = 0
 
     def read(self, text: str, at: Path) -> Parsed:
         node = self._yaml.compose(text)
@@ -97,6 +100,9 @@ class _Reader:
         return Place(self._source, line + 1 if self._numbered else None)
 
     def _value(self, node: Node, path: Path) -> Any:
+        self._values += 1
+        if self._values > _MOST_VALUES:
+            raise ConfigError(f"{self._source}: holds more than {_MOST_VALUES:,} values, with what its aliases repeat")
         if id(node) in self._open:
             return self._problem(node, path, "an alias refers to what contains it")
         self._open.add(id(node))

@@ -33,7 +33,7 @@ class AppendFile:
         """
         file = self._file or self._open()
         data = b"\n" + line + b"\n" if self._mid_line else line + b"\n"
-        written = file.write(data)
+        written = file.write(data) or 0  # None where a pipe is full and does not wait
         self._mid_line = written < len(data) if written else self._mid_line
         if written < len(data):
             raise OSError(errno.ENOSPC, "only a part of the line could be written", str(self.path))
@@ -49,14 +49,16 @@ class AppendFile:
 
     def _open(self) -> io.FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file = io.FileIO(self.path, "a+")
-        self._mid_line = _ends_mid_line(file)
+        # Not for reading too: whoever holds a pipe's other end himself never learns that its reader has gone.
+        self._file = file = io.FileIO(self.path, "a")
+        self._mid_line = file.seekable() and _ends_mid_line(self.path)
         return file
 
 
-def _ends_mid_line(file: io.FileIO) -> bool:
+def _ends_mid_line(path: Path) -> bool:
     """Whether a former writer was killed within a line."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) != b"\n"
+    with io.FileIO(path) as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

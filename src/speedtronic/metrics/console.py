@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
@@ -11,6 +12,54 @@ from speedtronic.metrics.lines import format_line
 from speedtronic.metrics.records import Record
 
 _FIXED_TERMINALS = ("dumb", "unknown")
+
+
+class ConsoleStream:
+    """A text stream that never raises: a console that cannot be written to must not end a run.
+
+    What the encoding lacks is escaped. A stream that has gone (a closed pipe, a closed file) is left alone from
+    then on; what another failure swallows, such as a full disk behind a redirection, is lost, for there is nowhere
+    to say so.
+
+    Args:
+        stream: where to write; None means whatever `sys.stdout` is at that moment, which may be nothing.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._gone = False
+
+    @property
+    def target(self) -> TextIO | None:
+        return sys.stdout if self._stream is None else self._stream
+
+    @property
+    def encoding(self) -> str | None:
+        return self.target.encoding if self.target is not None else None
+
+    def isatty(self) -> bool:
+        with suppress(OSError, ValueError):
+            return not self._gone and self.target is not None and self.target.isatty()
+        return False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda target: _write_encodable(target, text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(lambda target: target.flush())
+
+    def _attempt(self, act: Callable[[TextIO], None]) -> None:
+        target = self.target
+        if target is None or self._gone:
+            return
+        try:
+            act(target)
+        except (BrokenPipeError, ValueError):
+            self._gone = True
+            _discard_buffer(target)
+        except OSError:
+            return
 
 
 class ConsoleSink:
@@ -24,41 +73,23 @@ class ConsoleSink:
     name = "console"
 
     def __init__(self, stream: TextIO | None, level: int) -> None:
-        self._stream = stream
+        self.stream = ConsoleStream(stream)
         self._level = level
-        self._silenced = False
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stdout if self._stream is None else self._stream
 
     def is_terminal(self) -> bool:
         """Whether the stream can move its cursor, so that a line can be redrawn."""
-        return not self._silenced and self.stream.isatty() and os.environ.get("TERM") not in _FIXED_TERMINALS
+        return self.stream.isatty() and os.environ.get("TERM") not in _FIXED_TERMINALS
 
     def shows(self, record: Record) -> bool:
         return record.level >= self._level
 
     def write(self, record: Record) -> None:
-        if not self._silenced and self.shows(record):
-            self._print(format_line(record) + "\n")
+        if self.shows(record):
+            self.stream.write(format_line(record) + "\n")
+            self.stream.flush()
 
     def close(self) -> None:
         """The stream is not ours to close."""
-
-    def _print(self, text: str) -> None:
-        stream = self.stream
-        try:
-            _write_encodable(stream, text)
-            stream.flush()
-        except (BrokenPipeError, ValueError):
-            # The reader has gone (`| head`) or the stream was closed: it will not come back.
-            self._silenced = True
-            _discard_buffer(stream)
-        except OSError:
-            # A full disk behind a redirection: this line is lost, the next may pass, and there is nowhere
-            # to say so.
-            return
 
 
 def _write_encodable(stream: TextIO, text: str) -> None:

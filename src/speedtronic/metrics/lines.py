@@ -17,7 +17,7 @@ _VISIBLE_ONE_LINE = {**_VISIBLE, ord("\n"): "\\n", ord("\t"): "\\t"}
 
 def format_line(record: Record) -> str:
     """One line without its newline, and without values that are None. A message may hold newlines itself."""
-    if record.event == LOG:
+    if record.event == LOG and "message" in record.payload:
         return _prefix(record.level) + str(record.payload["message"]).translate(_VISIBLE)
     words = [_field(key, value) for key, value in record.payload.items() if value is not None]
     if record.event != TRAIN_STEP:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 import threading
 import time
@@ -95,9 +96,9 @@ class MetricLogger:
         self._console: Sink = console if progress == "off" else ProgressSink(console, progress, clock)
         self._sinks: list[Sink] = [self._console]
         if file is not None:
-            self._sinks.append(_opened("file", lambda: TextFileSink(file, threshold)))
+            self._sinks.append(_opened("file", file, lambda path: TextFileSink(path, threshold)))
         if json_file is not None:
-            self._sinks.append(_opened("json_file", lambda: JsonlSink(json_file)))
+            self._sinks.append(_opened("json_file", json_file, JsonlSink))
         self._failing: set[str] = set()
         self.hooks: list[Hook] = []
         self._hooks_explained: set[int] = set()
@@ -115,9 +116,12 @@ class MetricLogger:
         self.hooks.append(hook)
 
     def emit(self, event: str, payload: Mapping[str, Any] | None = None) -> None:
-        """Write one event to the sinks, then tell the hooks. Scalars of tensors and arrays are read here."""
+        """Write one event to the sinks, then tell the hooks.
+
+        Scalars of tensors and arrays are read here; what no sink could write becomes text.
+        """
         payload = payload or {}
-        if event != TRAIN_STEP or payload.get("step", 0) % self.every_steps == 0:
+        if event != TRAIN_STEP or _is_multiple(payload.get("step", 0), self.every_steps):
             self._write(event, event_level(event), payload)
         for hook in self.hooks:
             self._tell(hook, event, dict(payload))
@@ -200,8 +204,15 @@ def _threshold(level: str) -> int:
         raise ConfigError(f"logging.level: must be one of {', '.join(LEVELS)}, got {level!r}") from None
 
 
-def _opened(key: str, open_sink: Callable[[], Sink]) -> Sink:
+def _opened(key: str, path: str | os.PathLike[str], open_sink: Callable[[str | os.PathLike[str]], Sink]) -> Sink:
     try:
-        return open_sink()
+        return open_sink(path)
     except OSError as error:
-        raise ConfigError(f"logging.{key}: cannot write to {error.filename}: {error.strerror}") from error
+        raise ConfigError(f"logging.{key}: cannot write to {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"logging.{key}: cannot write to {str(path)!r}: {error}") from error
+
+
+def _is_multiple(step: object, of: int) -> bool:
+    # Whoever emits a step that is no number wants it seen.
+    return not isinstance(step, numbers.Real) or step % of == 0

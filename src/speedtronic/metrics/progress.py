@@ -6,9 +6,9 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, cast
 
-from speedtronic.metrics.console import ConsoleSink
+from speedtronic.metrics.console import ConsoleSink, ConsoleStream
 from speedtronic.metrics.lines import format_line, short_bytes, short_number
 from speedtronic.metrics.records import TRAIN_STEP, Record
 
@@ -20,6 +20,7 @@ PROGRESS_MODES: tuple[ProgressMode, ...] = ("off", "auto", "on")
 
 _ENDS = frozenset({"train_end", "interrupted"})
 _SECONDS_BETWEEN_FRAMES = 0.1
+_LONGEST_ETA = 1e10  # seconds, three centuries
 
 
 class ProgressSink:
@@ -53,7 +54,7 @@ class ProgressSink:
             self.close()
         if self._live is None:
             self._console.write(record)
-        elif record.event == TRAIN_STEP:
+        elif record.event == TRAIN_STEP and _number(record.payload, "step") is not None:
             self._move(record.payload)
         elif self._console.shows(record):
             self._live.console.print(format_line(record), markup=False, highlight=False, soft_wrap=True)
@@ -68,21 +69,22 @@ class ProgressSink:
 
     def _wanted(self, record: Record) -> bool:
         visible = self._console.is_terminal() and (self._mode == "on" or self._console.shows(record))
-        return visible and record.payload.keys() >= {"step", "target_steps"}
+        return visible and None not in (_number(record.payload, "step"), _number(record.payload, "target_steps"))
 
     def _start(self, payload: Mapping[str, Any]) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        stream = self._console.stream
+        # From now on `sys.stdout` may be what writes above the live line; the line itself goes to what it is now.
+        stream = self._console.stream.target
         self._live = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[numbers]}", markup=False),
-            console=Console(file=stream),
+            console=Console(file=cast("TextIO", ConsoleStream(stream))),
             auto_refresh=False,
             redirect_stdout=stream is sys.stdout,
-            redirect_stderr=stream is sys.stdout and sys.stderr.isatty(),
+            redirect_stderr=stream is sys.stdout and ConsoleStream(sys.stderr).isatty(),
         )
         self._target = payload["target_steps"]
         self._task = self._live.add_task("", total=self._target, completed=payload["step"], numbers="")
@@ -99,15 +101,22 @@ class ProgressSink:
             self._live.refresh()
 
 
-def _numbers(payload: Mapping[str, Any], steps_left: int) -> str:
+def _numbers(payload: Mapping[str, Any], steps_left: float) -> str:
     """What stands behind the bar, of the numbers that the step has."""
     words = []
-    if (loss := payload.get("loss")) is not None:
+    if (loss := _number(payload, "loss")) is not None:
         words.append(f"loss {loss:.4f}")
-    if tokens_per_sec := payload.get("tokens_per_sec"):
+    if tokens_per_sec := _number(payload, "tokens_per_sec"):
         words.append(f"{short_number(tokens_per_sec)} tok/s")
-    if steps_per_sec := payload.get("steps_per_sec"):
-        words.append(f"eta {timedelta(seconds=round(steps_left / steps_per_sec))}")
-    if peak_memory := payload.get("peak_memory_bytes"):
+    steps_per_sec = _number(payload, "steps_per_sec")
+    if steps_per_sec and abs(seconds := steps_left / steps_per_sec) < _LONGEST_ETA:
+        words.append(f"eta {timedelta(seconds=round(seconds))}")
+    if peak_memory := _number(payload, "peak_memory_bytes"):
         words.append(short_bytes(peak_memory))
     return "  ".join(words)
+
+
+def _number(payload: Mapping[str, Any], key: str) -> float | None:
+    """A value to calculate with, or None: anybody may emit an event with anything in it."""
+    value = payload.get(key)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -71,32 +72,47 @@ class TrainingHook(Protocol):
 Hook: TypeAlias = TrainingHook | Callable[[str, dict[str, Any]], object]
 
 
-_PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
+_PLAIN_TYPES = frozenset({type(None), bool, float, str})
+_LARGEST_INT = 2**1023  # beyond it lie numbers that are no float, and soon those that Python does not print
+_DEEPEST = 32
 
 
 def plain_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The payload in values that JSON knows: tensor and array scalars read, anything foreign as `str`."""
-    return {key: value if type(value) in _PLAIN_TYPES else _plain(value) for key, value in payload.items()}
+    """The payload in values that JSON knows: tensor and array scalars read, anything else as its text."""
+    return {_text(key): value if type(value) in _PLAIN_TYPES else _plain(value, ()) for key, value in payload.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, above: tuple[int, ...]) -> Any:
+    """`above` are the ids of the containers that the value lies in."""
     if type(value) in _PLAIN_TYPES:
         return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+    if isinstance(value, int):
+        return int(value) if abs(value) < _LARGEST_INT else hex(value)
     if isinstance(value, float):
         return float(value)
-    if isinstance(value, int):
-        return int(value)
     if isinstance(value, str):
         return str.__str__(value)
-    return _scalar_or_text(value)
+    if not isinstance(value, Mapping | list | tuple | set | frozenset):
+        return _scalar_or_text(value)
+    if id(value) in above or len(above) == _DEEPEST:
+        return "..."
+    above = (*above, id(value))
+    if isinstance(value, Mapping):
+        return {_text(key): _plain(item, above) for key, item in value.items()}
+    return [_plain(item, above) for item in value]
 
 
 def _scalar_or_text(value: Any) -> Any:
     """A 0-dimensional tensor's or array's number, found by its shape so that neither library is imported."""
+    scalar = value
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        value = value.item()
-    return value if type(value) in _PLAIN_TYPES else str(value)
+        with suppress(Exception):  # such as that of a tensor without data: its text is what there is to say
+            scalar = value.item()
+    return _plain(scalar, ()) if isinstance(scalar, bool | int | float | str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # noqa: BLE001 - foreign code: whatever a value raises must not end the run
+        return f"<{type(value).__name__}: {type(error).__name__}>"
