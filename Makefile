@@ -9,8 +9,8 @@ READY := $(VENV)/.ready
 demo: $(READY)  ## train the quickstart model on Python's own library and let it write
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
 	$(BIN)/speedtronic train examples/quickstart.yaml
-	$(BIN)/speedtronic generate examples/quickstart.yaml --prompt "def " --max-tokens 400 --temperature 0.6 --seed 1
-	@printf '\n%s\n' 'Next, after `source $(BIN)/activate`:' \
+	$(BIN)/speedtronic generate examples/quickstart.yaml --prompt "def " --max-tokens 400 --seed 5
+	@printf '%s\n' '' 'Next, after `source $(BIN)/activate`:' \
 	  '  speedtronic generate examples/quickstart.yaml --prompt "class " --temperature 0.7' \
 	  '  speedtronic train examples/quickstart.yaml run.max_steps=3000 --resume' \
 	  '  speedtronic train examples/shakespeare_char.yaml data.text_path=FILE.txt' \
