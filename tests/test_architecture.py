@@ -20,7 +20,7 @@ FLOORS = (
     {"checkpoint", "optimizers", "data", "model", "metrics"},
     {"precision", "registry"},
     {"config"},
-    {"errors"},
+    {"errors", "processes"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem in FLOOR_OF)

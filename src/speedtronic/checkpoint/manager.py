@@ -37,7 +37,6 @@ from speedtronic.checkpoint.entries import (
     scan,
 )
 from speedtronic.checkpoint.files import FileSystem, copy_file, ensure_directory, replace_file, write_file
-from speedtronic.checkpoint.lock import process_is_alive
 from speedtronic.checkpoint.manifest import (
     FILES,
     MANIFEST,
@@ -49,6 +48,7 @@ from speedtronic.checkpoint.manifest import (
 )
 from speedtronic.checkpoint.snapshot import Snapshot, check_files, read_state, take_snapshot, write_snapshot
 from speedtronic.errors import CheckpointError
+from speedtronic.processes import process_is_alive
 
 LATEST = "latest.json"
 _TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")

@@ -18,7 +18,6 @@ import secrets
 import shutil
 import socket
 import struct
-import sys
 from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ import numpy.typing as npt
 
 from speedtronic.data.tokenizers import IdArray, Tokenizer, spec_fingerprint, tokenizer_from_spec
 from speedtronic.errors import DataError
+from speedtronic.processes import process_is_alive
 
 FORMAT = "speedtronic-token-shards"
 VERSION = 1
@@ -198,24 +198,12 @@ def remove_leftovers(folder: Path) -> None:
     with suppress(OSError):
         for path in list(folder.parent.iterdir()):
             found = pattern.fullmatch(path.name)
-            if found is None or _is_alive(int(found[2])):
+            if found is None or process_is_alive(int(found[2])):
                 continue
             if found[1] == "old" and not folder.exists():
                 path.rename(folder)  # killed between the two renames of a replacement
             else:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    if sys.platform == "win32":
-        return True  # no signal there asks without ending the process
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _move(new: Path, folder: Path) -> None:
