@@ -32,6 +32,7 @@ docs: $(READY)  ## write the generated pages anew
 
 bench: $(READY)  ## the short benchmarks
 	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/startup.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
