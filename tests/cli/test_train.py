@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +114,9 @@ def test_an_output_directory_that_is_a_file_is_a_clear_error(
     assert str(tmp_path / "run") in capsys.readouterr().err
 
 
-def start_long_run(folder: Path, **sections: Any) -> subprocess.Popen[str]:
-    """A run that takes minutes, past its first steps, in a process group of its own."""
+@contextmanager
+def long_run(folder: Path, **sections: Any) -> Iterator[subprocess.Popen[str]]:
+    """A run that would take minutes, past its first steps, in a process group of its own; killed at the end."""
     config = write_config(folder, run={"max_steps": 1_000_000}, logging={"json_file": "metrics.jsonl"}, **sections)
     process = subprocess.Popen(
         [*COMMAND, str(config)],
@@ -123,26 +126,30 @@ def start_long_run(folder: Path, **sections: Any) -> subprocess.Popen[str]:
         start_new_session=True,
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if "step 5 " in line:
-            break
-    return process
+    try:
+        for line in process.stdout:
+            if "step 5 " in line:
+                break
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_group_leaves_the_data_workers_alone(number: signal.Signals, tmp_path: Path) -> None:
-    process = start_long_run(tmp_path, data={"num_workers": 2})
-    os.killpg(process.pid, number)
-    out, _ = process.communicate(timeout=60)
+    with long_run(tmp_path, data={"num_workers": 2}) as process:
+        os.killpg(process.pid, number)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "Traceback" not in out
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    process = start_long_run(tmp_path)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
+    with long_run(tmp_path) as process:
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == code
     assert "Traceback" not in out
     lines = (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -155,13 +162,9 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(number: signal.Sign
 def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = start_long_run(tmp_path)
-    try:
+    with long_run(tmp_path) as process:
         assert main(["train", str(tmp_path / "config.yaml")]) == 2
         assert str(process.pid) in capsys.readouterr().err
-    finally:
-        process.kill()
-        process.communicate()
     # The holder is dead, so its folder is free again.
     assert main(["train", str(tmp_path / "config.yaml"), "--max-steps", "2"]) == 0
 

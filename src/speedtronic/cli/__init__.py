@@ -54,9 +54,9 @@ def _answer(argv: Sequence[str] | None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         args = _parser().parse_args(argv)
+        code: int = args.run(args)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
-    code: int = args.run(args)
     return code
 
 
