@@ -123,7 +123,7 @@ def replace_file(fs: FileSystem, path: Path, data: bytes) -> None:
     try:
         write_file(fs, beside, [data])
         fs.rename(beside, path)
-    except BaseException:
+    except BaseException:  # whatever ends the write, an interrupt too, leaves nothing beside; it is raised on
         beside.unlink(missing_ok=True)
         raise
     fs.sync_directory(path.parent)

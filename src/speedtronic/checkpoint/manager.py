@@ -408,7 +408,7 @@ class CheckpointManager:
             fill(temporary)
             self._fs.sync_directory(temporary)
             path = self._place(temporary, step)
-        except BaseException:
+        except BaseException:  # an interrupt too leaves no half-written checkpoint; it is raised on
             with suppress(OSError):
                 self._fs.remove_tree(temporary)
             raise

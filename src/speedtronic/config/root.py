@@ -195,7 +195,7 @@ class SpeedtronicConfig(Section):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
-        except BaseException:
+        except BaseException:  # an interrupt too leaves no temporary file; it is raised on
             os.unlink(temporary)
             raise
 

@@ -217,7 +217,7 @@ def _swap(new: Path, folder: Path) -> None:
     try:
         folder.rename(old)
         new.rename(folder)
-    except BaseException:
+    except BaseException:  # an interrupt too puts the old folder back; it is raised on
         if not folder.exists():
             old.rename(folder)
         raise
