@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# GPT-2's published BPE ranks, against which the tokenizers are tested, lie in this source distribution.
+WHISPER := openai_whisper-20250625
+RANKS := build/test-data/gpt2.tiktoken
 
 .PHONY: demo test check lint docs bench clean
 
@@ -16,10 +19,10 @@ demo: $(READY)  ## train the quickstart model on Python's own library and let it
 	  '  speedtronic train examples/shakespeare_char.yaml data.text_path=FILE.txt' \
 	  '  speedtronic checkpoints list runs/quickstart'
 
-test: lint  ## every check and every test
+test: lint $(RANKS)  ## every check and every test
 	$(BIN)/pytest
 
-check: lint  ## what must be green before each commit: everything but the slow tests
+check: lint $(RANKS)  ## what must be green before each commit: everything but the slow tests
 	$(BIN)/pytest -m "not slow"
 
 lint: $(READY)
@@ -41,3 +44,9 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+$(RANKS): | $(READY)
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary :all: --dest $(@D) openai-whisper==$(lastword $(subst -, ,$(WHISPER)))
+	tar -xzf $(@D)/$(WHISPER).tar.gz -C $(@D) --strip-components=3 $(WHISPER)/whisper/assets/$(@F)
+	touch $@

@@ -1,44 +1,54 @@
-"""Data: tokenizers, datasets, token shards, and loaders whose position can be saved."""
+"""Data: tokenizers, datasets, token shards, and loaders whose position can be saved.
+
+A name is imported when it is first asked for, so that preparing data needs no torch.
+"""
 
 from __future__ import annotations
 
-from speedtronic.data.build import TrainingData, build_data, build_dataloader
-from speedtronic.data.collate import collate_batch, collate_causal
-from speedtronic.data.datasets import (
-    ShardDataset,
-    SyntheticTokenDataset,
-    TextFileTokenDataset,
-    TokenDataset,
-)
-from speedtronic.data.loader import TokenLoader
-from speedtronic.data.shards import ShardSet, ShardWriter
-from speedtronic.data.stream import BatchStream, infinite_batches
-from speedtronic.data.tokenizers import (
-    CharTokenizer,
-    CorpusCharTokenizer,
-    StreamDecoder,
-    Tokenizer,
-    tokenizer_from_spec,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BatchStream",
-    "CharTokenizer",
-    "CorpusCharTokenizer",
-    "ShardDataset",
-    "ShardSet",
-    "ShardWriter",
-    "StreamDecoder",
-    "SyntheticTokenDataset",
-    "TextFileTokenDataset",
-    "TokenDataset",
-    "TokenLoader",
-    "Tokenizer",
-    "TrainingData",
-    "build_data",
-    "build_dataloader",
-    "collate_batch",
-    "collate_causal",
-    "infinite_batches",
-    "tokenizer_from_spec",
-]
+# For type checkers and editors; `_EXPORTS` says the same to the interpreter.
+if TYPE_CHECKING:
+    from speedtronic.data.build import TrainingData as TrainingData
+    from speedtronic.data.build import build_data as build_data
+    from speedtronic.data.build import build_dataloader as build_dataloader
+    from speedtronic.data.collate import collate_batch as collate_batch
+    from speedtronic.data.collate import collate_causal as collate_causal
+    from speedtronic.data.datasets import ShardDataset as ShardDataset
+    from speedtronic.data.datasets import SyntheticTokenDataset as SyntheticTokenDataset
+    from speedtronic.data.datasets import TextFileTokenDataset as TextFileTokenDataset
+    from speedtronic.data.datasets import TokenDataset as TokenDataset
+    from speedtronic.data.loader import TokenLoader as TokenLoader
+    from speedtronic.data.shards import ShardSet as ShardSet
+    from speedtronic.data.shards import ShardWriter as ShardWriter
+    from speedtronic.data.stream import BatchStream as BatchStream
+    from speedtronic.data.stream import infinite_batches as infinite_batches
+    from speedtronic.data.tokenizers import CharTokenizer as CharTokenizer
+    from speedtronic.data.tokenizers import CorpusCharTokenizer as CorpusCharTokenizer
+    from speedtronic.data.tokenizers import StreamDecoder as StreamDecoder
+    from speedtronic.data.tokenizers import Tokenizer as Tokenizer
+    from speedtronic.data.tokenizers import tokenizer_from_spec as tokenizer_from_spec
+
+_EXPORTS = {
+    "build": ("TrainingData", "build_data", "build_dataloader"),
+    "collate": ("collate_batch", "collate_causal"),
+    "datasets": ("ShardDataset", "SyntheticTokenDataset", "TextFileTokenDataset", "TokenDataset"),
+    "loader": ("TokenLoader",),
+    "shards": ("ShardSet", "ShardWriter"),
+    "stream": ("BatchStream", "infinite_batches"),
+    "tokenizers": ("CharTokenizer", "CorpusCharTokenizer", "StreamDecoder", "Tokenizer", "tokenizer_from_spec"),
+}
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
+
+__all__ = [*_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])
