@@ -53,7 +53,7 @@ def _answer(argv: Sequence[str] | None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     try:
-        args = _parser().parse_args(argv)
+        args = build_parser().parse_args(argv)
         code: int = args.run(args)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
@@ -65,7 +65,8 @@ def _report(error: SpeedtronicError) -> int:
     return error.exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands and their options."""
     parser = argparse.ArgumentParser(
         prog="speedtronic",
         description="Train a PyTorch module from one YAML, fast and without losing a step.",
