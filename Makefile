@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 WHISPER := openai_whisper-20250625
 RANKS := build/test-data/gpt2.tiktoken
 
-.PHONY: demo test check lint docs bench clean
+.PHONY: demo test check lint docs bench torture clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library and let it write
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -32,10 +32,15 @@ lint: $(READY)
 
 docs: $(READY)  ## write the generated pages anew
 	$(BIN)/speedtronic schema --format markdown > docs/configuration.md
+	$(BIN)/python docs/reference.py
 
 bench: $(READY)  ## the short benchmarks
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(BIN)/python benchmarks/startup.py
+
+torture: $(READY)  ## kill a training run three hundred times, and lose nothing
+	$(BIN)/python -m tests.torture --self-test
+	$(BIN)/python -m tests.torture --kills 300
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

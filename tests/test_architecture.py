@@ -18,6 +18,7 @@ FLOORS = (
     {"evaluation", "generation"},
     {"trainer"},
     {"checkpoint", "optimizers", "data", "model", "metrics"},
+    {"shapes"},
     {"precision", "registry"},
     {"config"},
     {"errors", "processes"},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,6 +19,12 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def readme_block(language: str, name: str) -> str:
+    """The one block of a language that begins with the comment `# name`."""
+    (block,) = (block for block in readme_blocks(language) if block.startswith(f"# {name}\n"))
+    return block
+
+
 def readme_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
@@ -26,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder whose plugins are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("model", "my_model"):
+    for name in ("model", "data", "my_model", "my_data"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -47,6 +55,44 @@ def test_the_custom_model_example_learns(folder: Path, capsys: pytest.CaptureFix
     assert main(["train", config, "run.max_steps=40"]) == 0
     losses = [float(loss) for loss in re.findall(r"^step .*?loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_custom_data_example_learns_sums(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "examples/custom_data/custom_data.yaml")
+    assert main(["train", config, "run.max_steps=60"]) == 0
+    losses = [float(loss) for loss in re.findall(r"^eval .*?loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
+    assert losses[-1] < 2.2  # of 2.6 at the start: ln 13
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+def test_the_huggingface_example_learns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    config = str(ROOT / "examples/huggingface_model/huggingface_model.yaml")
+    assert main(["train", config, "run.max_steps=30"]) == 0
+    losses = [float(loss) for loss in re.findall(r"^step .*?loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.slow
+def test_the_twin_of_gpt2_runs_by_the_commands_of_its_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a small text in place of Python's library."""
+    text = folder / "text.py"
+    text.write_text("def double(x):\n    return 2 * x\n" * 500, encoding="utf-8")
+    page = (ROOT / "docs/gpt2_124m.md").read_text(encoding="utf-8").partition("## The twin")[2]
+    commands = [shlex.split(line) for line in re.findall(r"^\$ speedtronic (.*)$", page, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["data", "data", "train", "generate"]
+    for command in commands:
+        words = [word.replace("examples/", str(ROOT / "examples") + "/") for word in command]
+        if "--source" in words:
+            at = words.index("--source")
+            words[at : at + 2] = [str(text)]
+        if "--vocab-size" in words:
+            words[words.index("--vocab-size") + 1] = "300"
+        if words[0] == "train":
+            words += ["run.max_steps=2", "model.d_model=32", "model.n_layer=1"]
+        assert main(words) == 0
+    assert "def " in capsys.readouterr().out
 
 
 def test_the_quickstart_trains_and_writes_on_small_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,13 +118,36 @@ def test_the_readmes_python_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(capsys.readouterr().out.splitlines()[-1].split()[0]) < 0.1
 
 
+def write_readme_files(folder: Path, *names: str) -> None:
+    languages = {".py": "python", ".yaml": "yaml"}
+    for name in names:
+        (folder / name).write_text(readme_block(languages[Path(name).suffix], name), encoding="utf-8")
+
+
 def test_the_readmes_model_trains_by_its_yaml(folder: Path) -> None:
-    (model,) = (block for block in readme_blocks("python") if "my_model.py" in block)
-    (config,) = (block for block in readme_blocks("yaml") if "my_run.yaml" in block)
-    (folder / "my_model.py").write_text(model, encoding="utf-8")
-    (folder / "my_run.yaml").write_text(config, encoding="utf-8")
+    write_readme_files(folder, "my_model.py", "my_run.yaml")
     assert main(["train", "my_run.yaml"]) == 0
     assert (folder / "runs/bigram/checkpoints/step_000000000050").is_dir()
+
+
+def test_the_readmes_dataset_trains_by_its_yaml(folder: Path) -> None:
+    write_readme_files(folder, "my_data.py", "my_counting.yaml")
+    assert main(["train", "my_counting.yaml"]) == 0
+    assert (folder / "runs/counting/checkpoints/step_000000000050").is_dir()
+
+
+def test_the_readmes_corpus_is_prepared_and_trained_on_by_its_commands(folder: Path) -> None:
+    (folder / "corpus").mkdir()
+    words = " ".join(f"word{number} number{number * 7}" for number in range(3000))
+    (folder / "corpus/words.txt").write_text(words, encoding="utf-8")
+    (folder / "corpus/more.jsonl").write_text(json.dumps({"text": words}) + "\n", encoding="utf-8")
+    commands = re.findall(r"^\$ speedtronic (data .*)$", README, re.MULTILINE)
+    prepared = [command for command in commands if "corpus" in command]
+    assert len(prepared) == 3
+    for command in prepared:
+        assert main(shlex.split(command)) == 0
+    write_readme_files(folder, "my_corpus.yaml")
+    assert main(["train", "my_corpus.yaml"]) == 0
 
 
 def test_the_readmes_configuration_is_sound() -> None:

@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 from speedtronic import runtime
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
+from speedtronic.data import CharTokenizer, ShardWriter
 from speedtronic.errors import CheckpointError, DeviceError, NotBuiltError, RunLockedError
+from speedtronic.registry import registry
 from speedtronic.runtime import (
     build_logger,
     build_optimizer,
@@ -144,15 +147,12 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "tune": {"tune": "auto"},
     "compile_options.regional": {"compile_options": {"regional": True}},
     "precision.mode: fp8": {"precision": {"mode": "fp8"}},
-    "run.init_from": {"run": {"init_from": "weights.safetensors"}},
-    "data.document_mask": {"data": {"document_mask": True}},
     "checkpoint.every_minutes": {"checkpoint": {"every_minutes": 5.0}},
     "checkpoint.keep_every": {"checkpoint": {"keep_every": 100}},
     "checkpoint.keep_best": {"checkpoint": {"keep_best": 1}},
     "eval.patience": {"eval": {"patience": 3}},
     "eval.samples": {"eval": {"samples": 2}},
     "logging.trackers": {"logging": {"trackers": ["wandb"]}},
-    "shape_validation": {"shape_validation": {"alignment": 8}},
 }
 
 
@@ -170,10 +170,6 @@ def test_all_refusals_come_at_once(tmp_path: Path) -> None:
     with pytest.raises(NotBuiltError) as caught:
         build_runtime(tiny(tmp_path, ooo_backprop=True, tune="auto"))
     assert len(str(caught.value).splitlines()) == 2
-
-
-def test_shape_validation_may_be_switched_off(tmp_path: Path) -> None:
-    build_runtime(tiny(tmp_path, shape_validation={"enabled": False}))
 
 
 def test_a_saved_full_config_builds_again(tmp_path: Path) -> None:
@@ -363,7 +359,7 @@ def test_a_jsonl_run_has_one_strict_object_per_line(tmp_path: Path) -> None:
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     assert [event["event"] for event in events if event["event"] == "train_step"] == ["train_step"] * 4
-    assert events[0]["event"] == "train_start"
+    assert [event["event"] for event in events[:2]] == ["shape_profile", "train_start"]
     assert events[-1]["event"] == "train_end"
     assert all({"elapsed_s", "time"} <= event.keys() for event in events)
 
@@ -477,3 +473,147 @@ def test_two_runs_may_not_share_a_checkpoint_folder(tmp_path: Path) -> None:
     trainer.fit()
     assert manager.directory == shared
     assert seen == [True] * 4
+
+
+# ---------------------------------------------------------------- startup shapes
+
+
+def test_build_runtime_validates_the_startup_shapes_and_fit_does_not_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seed: "build_runtime() resolves precision, validates startup shapes, …"."""
+    section = {"alignment": 16, "warn_on_cpu": True, "check_model": False}
+    config = tiny(tmp_path, shape_validation=section, logging={"json_file": "metrics.jsonl"})
+    trainer, _ = build_runtime(config)
+    shown = capsys.readouterr().out
+    assert shown.count("data.micro_batch_size") == 1
+    assert trainer.shape_report is not None
+    assert trainer.shape_report.profile.alignment == 16
+    with trainer.logger:
+        trainer.fit()
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    assert events[:3] == ["shape_warning", "shape_profile", "train_start"]
+    assert events.count("shape_warning") == events.count("shape_profile") == 1
+
+
+def test_shape_validation_may_be_switched_off(tmp_path: Path) -> None:
+    trainer, _ = build_runtime(tiny(tmp_path, shape_validation={"enabled": False}))
+    assert trainer.shape_report is not None
+    assert trainer.shape_report.warnings == ()
+
+
+# ---------------------------------------------------------------- weights to start from
+
+
+def test_a_run_starts_from_the_weights_of_another_at_step_zero(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = build_runtime(tiny(tmp_path / "first"))
+    first.fit()
+    capsys.readouterr()
+    second, _ = build_runtime(tiny(tmp_path / "second", run={"seed": 5, "init_from": str(tmp_path / "first")}))
+    ours, theirs = second.model.state_dict(), first.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert second.step == 0
+    assert not second.optimizer.state
+    newest = tmp_path / "first/checkpoints/step_000000000004"
+    assert f"starting from {len(ours)} tensors of {newest}" in capsys.readouterr().out
+    assert second.fit().steps == 4
+
+
+def test_a_resumed_run_does_not_read_the_weights_it_started_from(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    source, _ = build_runtime(tiny(tmp_path / "source", run={"seed": 5}))
+    safetensors.torch.save_model(source.model, str(weights))
+    config = tiny(tmp_path / "run", run={"init_from": str(weights)})
+    train_from_config(config, max_steps=2)
+    weights.unlink()
+    assert train_from_config(config, resume=True).steps == 4
+
+
+def test_a_run_without_a_checkpoint_to_resume_starts_from_its_weights(tmp_path: Path) -> None:
+    source, _ = build_runtime(tiny(tmp_path / "source", run={"seed": 5}))
+    safetensors.torch.save_model(source.model, str(tmp_path / "weights.safetensors"))
+    config = tiny(tmp_path / "run", run={"init_from": str(tmp_path / "weights.safetensors")})
+    trainer, _ = build_runtime(config, resume=True)
+    assert torch.equal(trainer.model.state_dict()["lm_head.weight"], source.model.state_dict()["lm_head.weight"])
+
+
+def test_weights_that_do_not_fit_name_the_key_and_the_tensors(tmp_path: Path) -> None:
+    train_from_config(tiny(tmp_path / "first"))
+    other = tiny(tmp_path / "second", run={"init_from": str(tmp_path / "first")}, model={"d_model": 32})
+    with pytest.raises(CheckpointError, match=r"(?s)^run\.init_from: .*transformer\.wte\.weight has shape \(64, 16\)"):
+        build_runtime(other)
+
+
+def test_what_fits_is_loaded_on_request_and_the_rest_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, _ = build_runtime(tiny(tmp_path / "first"))
+    first.fit()
+    run = {"init_from": str(tmp_path / "first"), "init_strict": False}
+    second, _ = build_runtime(tiny(tmp_path / "second", run=run, model={"n_layer": 2}))
+    shown = capsys.readouterr().out
+    assert "transformer.h.1.attn.q_proj.weight is missing there" in shown
+    assert torch.equal(second.model.get_parameter("lm_head.weight"), first.model.get_parameter("lm_head.weight"))
+
+
+def test_weights_of_another_tokenizer_are_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("a few words, and a few words more " * 40, encoding="utf-8")
+    data = {"text_path": str(tmp_path / "text.txt"), "tokenizer": "chars", "synthetic": False}
+    train_from_config(tiny(tmp_path / "first", data=data))
+    run = {"init_from": str(tmp_path / "first")}
+    capsys.readouterr()
+    build_runtime(tiny(tmp_path / "same", data=data, run=run))
+    assert "another tokenizer" not in capsys.readouterr().out
+    (tmp_path / "text.txt").write_text("a few words, and A FEW words more " * 40, encoding="utf-8")
+    build_runtime(tiny(tmp_path / "other", data=data, run=run))
+    assert "another tokenizer" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- document mask
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """Shards of documents of 5, 6, … tokens."""
+    tokenizer = CharTokenizer()
+    with ShardWriter(tmp_path / "documents", tokenizer=tokenizer) as writer:
+        for number in range(20):
+            writer.write(tokenizer.encode_array("x" * (4 + number)))
+            writer.end_document()
+    return tmp_path / "documents"
+
+
+def test_attention_is_kept_within_documents_on_request(tmp_path: Path, documents: Path) -> None:
+    def losses(masked: bool) -> list[float]:
+        config = tiny(
+            tmp_path / str(masked),
+            model={"vocab_size": 256},
+            data={"shards": str(documents), "document_mask": masked, "validation_fraction": 0.3},
+        )
+        result = train_from_config(config)
+        assert result.eval_loss is not None
+        return [*(record["loss"] for record in result.metrics), result.eval_loss]
+
+    masked = losses(True)
+    assert len(masked) == 5
+    assert all(a != b for a, b in zip(masked, losses(False), strict=True))
+
+
+def test_a_model_that_takes_no_document_ids_is_refused_a_document_mask(
+    tmp_path: Path, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(nn.Module):
+        def forward(self, input_ids: torch.Tensor, **more: torch.Tensor) -> None: ...
+
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    registry.register("takes-no-documents", lambda config: Other())
+    config = tiny(
+        tmp_path,
+        model={"name": "takes-no-documents", "vocab_size": 256},
+        data={"shards": str(documents), "document_mask": True},
+    )
+    with pytest.raises(ConfigError, match=r"data\.document_mask: the model 'takes-no-documents' has no argument"):
+        build_runtime(config)

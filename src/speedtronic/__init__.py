@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     from speedtronic.runtime import build_runtime as build_runtime
     from speedtronic.runtime import seed_everything as seed_everything
     from speedtronic.runtime import train_from_config as train_from_config
+    from speedtronic.shapes import ShapeProfile as ShapeProfile
+    from speedtronic.shapes import ShapeReport as ShapeReport
+    from speedtronic.shapes import ShapeWarning as ShapeWarning
+    from speedtronic.shapes import resolve_shape_profile as resolve_shape_profile
+    from speedtronic.shapes import validate_startup_shapes as validate_startup_shapes
     from speedtronic.trainer import SpeedtronicTrainer as SpeedtronicTrainer
     from speedtronic.trainer import SyncCoordinator as SyncCoordinator
     from speedtronic.trainer import Trainer as Trainer
@@ -67,6 +72,7 @@ _EXPORTS = {
     "model": ("GPT", "GPTConfig", "ReferenceTransformer", "set_gradient_checkpointing"),
     "registry": ("ModelRegistry", "build_model", "register_model", "registry"),
     "runtime": ("build_runtime", "seed_everything", "train_from_config"),
+    "shapes": ("ShapeProfile", "ShapeReport", "ShapeWarning", "resolve_shape_profile", "validate_startup_shapes"),
     "trainer": ("SpeedtronicTrainer", "SyncCoordinator", "Trainer", "TrainResult", "TrainingEngine"),
 }
 _MODULE_OF = {name: f"speedtronic.{module}" for module, names in _EXPORTS.items() for name in names}

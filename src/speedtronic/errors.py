@@ -33,6 +33,10 @@ class DataError(InputError, ValueError):
     """Training data is missing, empty, too short, not valid text, or does not fit the vocabulary."""
 
 
+class DataWorkerError(SpeedtronicError, RuntimeError):
+    """A process that fetches data has ended by itself, most often because memory ran out."""
+
+
 class CheckpointError(InputError, RuntimeError):
     """A checkpoint cannot be written as asked, or cannot be read, or does not fit the model."""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import random
 import sys
@@ -21,14 +22,19 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from speedtronic.checkpoint import CheckpointManager, RunLock
+from speedtronic.checkpoint.llama import MODEL_NAMES, reference_names
+from speedtronic.checkpoint.weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
-from speedtronic.data import TokenLoader, TrainingData, build_data
-from speedtronic.errors import NotBuiltError
+from speedtronic.data import Tokenizer, TrainingData, build_data
+from speedtronic.data.build import Loader
+from speedtronic.errors import CheckpointError, NotBuiltError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
+from speedtronic.model.transformer import NORM_EPS
 from speedtronic.optimizers import build_adamw, learning_rate_schedule
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.registry import build_model
+from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
 
 ConfigSource = SpeedtronicConfig | Mapping[str, Any] | str | os.PathLike[str]
@@ -52,7 +58,8 @@ def build_runtime(
     Raises:
         ConfigError: the configuration is wrong, or asks for a part that is not built yet.
         DataError: the data cannot be trained on.
-        CheckpointError: there are checkpoints but none is sound, or they are of another model.
+        CheckpointError: there are checkpoints but none is sound, or they are of another model; or `run.init_from`
+            cannot be read, or does not fit the model.
         DeviceError: the device does not exist.
     """
     settings = _settled(config)
@@ -62,10 +69,15 @@ def build_runtime(
     precision = resolve_precision(settings.precision, target_device)
     logger = build_logger(settings)
     data = build_data(settings, pin_memory=_pins_memory(settings, target_device))
+    manager = build_checkpoint_manager(settings, logger)
+    saved = _newest_state(manager, logger) if resume or settings.checkpoint.resume else None
     model = build_model(settings.model).to(target_device)
+    _check_takes_documents(model, settings)
+    if saved is None and settings.run.init_from is not None:
+        _start_from(settings.run.init_from, model, settings, data.tokenizer, logger)
+    shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
     optimizer = build_optimizer(model, settings, target_device)
     scheduler = build_scheduler(optimizer, settings)
-    manager = build_checkpoint_manager(settings, logger)
     trainer = Trainer(
         model,
         optimizer,
@@ -80,9 +92,10 @@ def build_runtime(
         evaluator=_evaluator(data, settings, target_device, precision, logger),
         lock_directory=_lock_directory(settings),
         metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
+        shape_report=shape_report,
     )
-    if resume or settings.checkpoint.resume:
-        _resume(trainer, manager, settings)
+    if saved is not None:
+        _resume(trainer, manager, saved, settings)
     return trainer, manager
 
 
@@ -161,15 +174,12 @@ _NOT_BUILT: Mapping[str, Callable[[SpeedtronicConfig], bool]] = {
     "tune": lambda c: c.tune != "off",
     "compile_options.regional": lambda c: bool(c.compile_options.regional),
     "precision.mode: fp8": lambda c: c.precision.mode == "fp8",
-    "run.init_from": lambda c: c.run.init_from is not None,
-    "data.document_mask": lambda c: c.data.document_mask,
     "checkpoint.every_minutes": lambda c: c.checkpoint.every_minutes is not None,
     "checkpoint.keep_every": lambda c: c.checkpoint.keep_every is not None,
     "checkpoint.keep_best": lambda c: c.checkpoint.keep_best > 0,
     "eval.patience": lambda c: c.eval.patience is not None,
     "eval.samples": lambda c: c.eval.samples > 0,
     "logging.trackers": lambda c: bool(c.logging.trackers),
-    "shape_validation": lambda c: c.shape_validation.enabled and c.shape_validation != type(c.shape_validation)(),
 }
 
 
@@ -247,6 +257,33 @@ def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) ->
     )
 
 
+def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:
+    if config.data.document_mask and "document_ids" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"data.document_mask: the model {config.model.name!r} has no argument document_ids in its forward, which "
+            "would keep its attention within a document; set it to false, or let the model take them"
+        )
+
+
+def _start_from(
+    path: str, model: nn.Module, config: SpeedtronicConfig, tokenizer: Tokenizer | None, logger: MetricLogger
+) -> None:
+    section = config.model
+    translate = partial(reference_names, section, norm_eps=NORM_EPS) if section.name in MODEL_NAMES else None
+    try:
+        weights = load_initial_weights(
+            model, path, strict=config.run.init_strict, translate=translate, warn=logger.warning
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"run.init_from: {error}") from error
+    logger.info(f"starting from {len(weights.loaded)} tensors of {weights.source}")
+    if tokenizer is not None and weights.tokenizer not in (None, tokenizer.spec()):
+        logger.warning(
+            f"{weights.source}: its weights were trained with another tokenizer than that of this data, so its token "
+            "ids mean something else here"
+        )
+
+
 def _pins_memory(config: SpeedtronicConfig, device: torch.device) -> bool:
     pin = config.data.pin_memory
     return device.type == "cuda" if pin is None else pin
@@ -276,7 +313,7 @@ def _evaluator(
     )
 
 
-def _from_the_beginning(loader: TokenLoader) -> TokenLoader:
+def _from_the_beginning(loader: Loader) -> Loader:
     loader.restart()
     return loader
 
@@ -295,11 +332,14 @@ def _lock_directory(config: SpeedtronicConfig) -> Path | None:
 # ---------------------------------------------------------------------- resume
 
 
-def _resume(trainer: Trainer, manager: CheckpointManager, config: SpeedtronicConfig) -> None:
+def _newest_state(manager: CheckpointManager, logger: MetricLogger) -> dict[str, Any] | None:
     state = manager.load_latest()
     if state is None:
-        trainer.logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
-        return
+        logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
+    return state
+
+
+def _resume(trainer: Trainer, manager: CheckpointManager, state: dict[str, Any], config: SpeedtronicConfig) -> None:
     if "config" in state:
         _show_changes(trainer.logger, state["config"], config)
     _let_the_config_win(state, trainer)

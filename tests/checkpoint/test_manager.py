@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,21 @@ import safetensors.torch
 import torch
 
 from speedtronic.checkpoint import CheckpointManager
+from speedtronic.checkpoint import manager as manager_module
 from speedtronic.checkpoint.files import FileSystem
 from speedtronic.checkpoint.manifest import FILES, MANIFEST, read_manifest, seal
+from speedtronic.checkpoint.pace import Pace
 from speedtronic.errors import CheckpointError
 
 
-def state_of(step: int) -> dict[str, Any]:
+def state_of(step: int, eval_loss: float | None = None) -> dict[str, Any]:
     weight = torch.full((4, 3), float(step))
     return {
         "model": {"wte.weight": weight, "head.weight": weight, "norm": torch.ones(3, dtype=torch.bfloat16)},
         "optimizer": {"state": {0: {"step": torch.tensor(float(step)), "exp_avg": torch.zeros(4, 3)}}},
         "step": step,
         "config": {"run": {"seed": 1}},
-        "metrics": {"loss": 2.5},
+        "metrics": {"loss": 2.5, "eval_loss": eval_loss},
     }
 
 
@@ -103,8 +107,8 @@ def test_a_tied_model_loads_by_the_safetensors_librarys_own_call(tmp_path: Path)
 
 def test_the_manifest_tells_step_loss_run_versions_and_fingerprint(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    manifest = read_manifest(FileSystem(), manager.save(7, state_of(7)))
-    assert (manifest.step, manifest.loss, manifest.run_id) == (7, 2.5, manager.run_id)
+    manifest = read_manifest(FileSystem(), manager.save(7, state_of(7, eval_loss=3.0)))
+    assert (manifest.step, manifest.loss, manifest.eval_loss, manifest.run_id) == (7, 2.5, 3.0, manager.run_id)
     assert manifest.versions["torch"] == torch.__version__
     reordered = {**state_of(8), "config": {"run": {"seed": 1}}}
     assert read_manifest(FileSystem(), manager.save(8, reordered)).config_sha256 == manifest.config_sha256
@@ -138,6 +142,55 @@ def test_should_save_follows_the_cadence() -> None:
     assert [step for step in range(10) if manager.should_save(step)] == [3, 6, 9]
 
 
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_minutes_make_a_save_due_besides_the_steps(tmp_path: Path) -> None:
+    clock = Clock()
+    manager = CheckpointManager(tmp_path, every_steps=10, every_minutes=0.5, clock=clock)
+    assert not manager.should_save(1)
+    clock.time += 29.9
+    assert not manager.should_save(2)
+    assert manager.should_save(10)
+    clock.time += 0.1
+    assert manager.should_save(3)
+    assert manager.should_save(3), "asking changes nothing"
+    assert not manager.should_save(0)
+
+
+def test_a_save_that_starts_sets_the_minutes_back_for_whatever_reason_it_was_made(tmp_path: Path) -> None:
+    clock = Clock()
+    manager = CheckpointManager(tmp_path, every_steps=10, every_minutes=1, clock=clock)
+    clock.time += 50
+    manager.save(10, state_of(10))
+    clock.time += 59
+    assert not manager.should_save(11)
+    clock.time += 1
+    assert manager.should_save(11)
+    manager.save_async(11, state_of(11))
+    assert not manager.should_save(12)
+    manager.wait()
+
+
+def test_a_failed_save_is_due_again_only_at_the_next_cadence(tmp_path: Path) -> None:
+    clock = Clock()
+    manager = CheckpointManager(tmp_path, every_steps=10, every_minutes=1, clock=clock, fs=FailingFileSystem(1))
+    clock.time += 60
+    assert manager.should_save(3)
+    with pytest.raises(OSError, match="No space"):
+        manager.save(3, state_of(3))
+    assert not manager.should_save(4)
+    clock.time += 60
+    assert manager.should_save(5)
+
+
 def test_a_disabled_manager_saves_nothing_and_still_loads(tmp_path: Path) -> None:
     CheckpointManager(tmp_path).save(1, state_of(1))
     manager = CheckpointManager(tmp_path, every_steps=1, enabled=False)
@@ -148,10 +201,27 @@ def test_a_disabled_manager_saves_nothing_and_still_loads(tmp_path: Path) -> Non
     assert step_of(manager.load_latest()) == 1
 
 
-@pytest.mark.parametrize("arguments", [{"every_steps": 0}, {"keep_last": 0}])
-def test_counts_below_one_are_errors(arguments: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"every_steps": 0},
+        {"keep_last": 0},
+        {"every_minutes": 0},
+        {"every_minutes": float("nan")},
+        {"keep_every": 0},
+        {"keep_best": -1},
+    ],
+    ids=str,
+)
+def test_counts_that_are_too_small_are_errors(arguments: dict[str, float]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(arguments))):
         CheckpointManager("unused", **arguments)  # type: ignore[arg-type]
+
+
+def test_a_negative_step_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="at least 0, got -1"):
+        CheckpointManager(tmp_path).save(-1, state_of(1))
+    assert names(tmp_path) == []
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -203,6 +273,60 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path) -> None:
     manager.save(3, state_of(3))
     assert second.done()
     assert step_of(manager.load_latest()) == 3
+
+
+def test_a_save_that_is_waited_for_is_hurried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paced at a billionth of a processor, these saves would take years."""
+    monkeypatch.setattr(manager_module, "background_share", lambda training_on_cpu: 1e-9)
+    large = {"model": {"x": torch.zeros(3 * 2**20)}}
+    manager = CheckpointManager(tmp_path)
+    first = manager.save_async(1, large)
+    assert not first.done()
+    second = manager.save_async(2, large)
+    assert first.done()
+    manager.wait()
+    assert second.done()
+    assert [entry.problem for entry in manager.entries()] == [None, None]
+
+
+def test_a_cadence_that_overtakes_the_pace_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    def pace(share: float) -> Pace:
+        shares.append(share)
+        return Pace(1.0)
+
+    fs = Gate()
+    manager = CheckpointManager(tmp_path, fs=fs)
+    monkeypatch.setattr(manager_module, "Pace", pace)
+    monkeypatch.setattr(manager_module, "background_share", lambda training_on_cpu: 0.5 if training_on_cpu else 0.9)
+    manager.save_async(1, state_of(1))
+    threading.Timer(0.05, fs.open_gate.set).start()
+    manager.save_async(2, state_of(2))
+    manager.wait()
+    manager.save_async(3, state_of(3))
+    manager.wait()
+    assert shares == [0.5, 1.0, 1.0]
+
+
+def test_closing_waits_gives_the_memory_back_and_allows_more(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    first = manager.save_async(1, state_of(1))
+    manager.close()
+    assert first.done()
+    assert not any(thread.name.startswith("checkpoint-writer") for thread in threading.enumerate())
+    manager.save_async(2, state_of(2))
+    manager.close()
+    manager.close()
+    assert step_of(manager.load_latest()) == 2
+
+
+def test_closing_leaves_a_failure_for_wait(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, fs=FailingFileSystem(3))
+    manager.save_async(1, state_of(1))
+    manager.close()
+    with pytest.raises(OSError, match="No space left"):
+        manager.wait()
 
 
 class FailingFileSystem(FileSystem):
@@ -295,6 +419,114 @@ def test_present_but_none_sound_is_an_error_with_every_reason(tmp_path: Path) ->
     (manager.save(8, state_of(8)) / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"step_000000000004: state\.json .*step_000000000008: manifest\.json"):
         CheckpointManager(tmp_path).load_latest()
+
+
+def spoil_permission(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing in it be opened, as for another user; root would be let in."""
+    open_file = FileSystem.open
+
+    def guarded(fs: FileSystem, path: Path) -> FileIO:
+        if path.parent == checkpoint:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_file(fs, path)
+
+    monkeypatch.setattr(FileSystem, "open", guarded)
+
+
+def spoil_by_a_folder(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkpoint / "state.safetensors").unlink()
+    (checkpoint / "state.safetensors").mkdir()
+
+
+def spoil_by_a_folder_as_manifest(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / MANIFEST).mkdir()
+
+
+def spoil_by_a_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.write_bytes(b"")
+
+
+def spoil_by_another_steps_manifest(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(checkpoint.with_name("step_000000000004") / MANIFEST, checkpoint / MANIFEST)
+
+
+def spoil_by_another_steps_files(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(checkpoint.with_name("step_000000000004") / "model.safetensors", checkpoint / "model.safetensors")
+
+
+def spoil_listing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_symlink = Path.is_symlink
+
+    def failing(path: Path) -> bool:
+        if path == checkpoint:
+            raise OSError(errno.EIO, "Input/output error")
+        return is_symlink(path)
+
+    monkeypatch.setattr(Path, "is_symlink", failing)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (spoil_permission, "manifest.json cannot be read: Permission denied"),
+        (spoil_by_a_folder, "state.safetensors is damaged: it is not a plain file"),
+        (spoil_by_a_folder_as_manifest, "manifest.json is damaged: it is not a plain file"),
+        (spoil_by_a_file, "it is not a folder named as checkpoints are"),
+        (spoil_by_another_steps_manifest, "manifest.json says step 4"),
+        (spoil_by_another_steps_files, "model.safetensors is damaged: its contents do not match their checksum"),
+        (spoil_listing, "it cannot be read: Input/output error"),
+    ],
+)
+def test_whatever_spoils_the_newest_the_one_before_is_loaded_and_the_reason_said(
+    tmp_path: Path,
+    spoil: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    warned: list[str],
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(4, state_of(4))
+    newest = manager.save(8, state_of(8))
+    spoil(newest, monkeypatch)
+    assert step_of(CheckpointManager(tmp_path, warn=warned.append).load_latest()) == 4
+    assert warned == [f"checkpoint {newest} was passed over for step_000000000004: {reason}"]
+    shutil.rmtree(tmp_path / "step_000000000004")
+    with pytest.raises(CheckpointError, match=f"{newest.name}: {reason}"):
+        CheckpointManager(tmp_path, warn=warned.append).load_latest()
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    manager = CheckpointManager(tmp_path)
+    manager.save(4, state_of(4))
+    monkeypatch.setattr(Path, "iterdir", failing)
+    for read in (manager.load_latest, manager.latest_path, manager.entries, manager.verified_path):
+        with pytest.raises(CheckpointError, match=f"{tmp_path}: cannot be read: Permission denied"):
+            read()
+
+
+def test_a_latest_that_names_a_checkpoint_which_is_gone_costs_only_that_one(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(4, state_of(4))
+    shutil.rmtree(manager.save(8, state_of(8)))
+    assert step_of(CheckpointManager(tmp_path).load_latest()) == 4
+
+
+def test_a_clock_that_jumps_back_does_not_change_the_order_of_a_run(tmp_path: Path, warned: list[str]) -> None:
+    times = iter([datetime(2030, 1, day, tzinfo=UTC) for day in (9, 5, 1)])
+    manager = CheckpointManager(tmp_path, keep_last=2, now=lambda: next(times))
+    for step in (8, 4, 6):
+        manager.save(step, state_of(step))
+    assert [entry.step for entry in manager.entries()] == [4, 6]
+    assert step_of(CheckpointManager(tmp_path).load_latest()) == 6
+    (tmp_path / "latest.json").unlink()
+    assert step_of(CheckpointManager(tmp_path, warn=warned.append).load_latest()) == 6
 
 
 def test_after_a_fallback_the_run_goes_on_from_there(tmp_path: Path, warned: list[str]) -> None:
@@ -458,6 +690,103 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
     assert names(tmp_path) == [living, "latest.json", "notes.txt", "step_000000000004"]
 
 
+class Refusing(FileSystem):
+    """Refuses one kind of operation with an error of the system's."""
+
+    def __init__(self, operation: str, code: int) -> None:
+        self.refused = True
+
+        def refuse(*arguments: Any) -> Any:
+            if self.refused:
+                raise OSError(code, os.strerror(code))
+            return getattr(FileSystem, operation)(self, *arguments)
+
+        setattr(self, operation, refuse)
+
+
+@pytest.mark.parametrize(
+    ("operation", "code"),
+    [
+        ("make_directory", errno.EROFS),
+        ("create", errno.EACCES),
+        ("write", errno.ENOSPC),
+        ("write", errno.EIO),
+        ("sync", errno.EIO),
+        ("sync_directory", errno.EIO),
+        ("rename", errno.EROFS),
+    ],
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_refuses_costs_that_save_alone(tmp_path: Path, operation: str, code: int, background: bool) -> None:
+    CheckpointManager(tmp_path).save(1, state_of(1))
+    fs = Refusing(operation, code)
+    manager = CheckpointManager(tmp_path, fs=fs)
+    manager.load_latest()
+    save = manager.save_async if background else manager.save
+    with pytest.raises(OSError, match=os.strerror(code)):  # noqa: PT012 - in the background it is raised by wait
+        save(2, state_of(2))
+        manager.wait()
+    assert step_of(CheckpointManager(tmp_path).load_latest()) == 1
+    fs.refused = False
+    save(3, state_of(3))
+    manager.wait()
+    assert step_of(CheckpointManager(tmp_path).load_latest()) == 3
+    assert [name for name in names(tmp_path) if name.startswith(".")] == []
+
+
+class ShortWrites(FileSystem):
+    """Takes a few bytes at a time, as a disk may that is full or slow."""
+
+    def create(self, path: Path) -> FileIO:
+        class Short(FileIO):
+            def write(self, data: Any) -> int:
+                return super().write(memoryview(data)[:100])
+
+        return Short(path, "xb")
+
+
+def test_short_writes_lose_no_byte(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, fs=ShortWrites())
+    manager.save(1, state_of(1))
+    manager.save_async(2, state_of(2))
+    manager.wait()
+    assert step_of(CheckpointManager(tmp_path).load_latest()) == 2
+    for entry in manager.entries():
+        CheckpointManager(tmp_path).verify(entry.path)
+
+
+def test_a_disk_that_takes_nothing_and_says_nothing_is_an_error(tmp_path: Path) -> None:
+    class Stuck(FileSystem):
+        def create(self, path: Path) -> FileIO:
+            class Nothing(FileIO):
+                def write(self, data: Any) -> int:
+                    return 0
+
+            return Nothing(path, "xb")
+
+    with pytest.raises(OSError, match="takes no more bytes"):
+        CheckpointManager(tmp_path, fs=Stuck()).save(1, state_of(1))
+
+
+def test_a_slow_flush_keeps_nobody_waiting_but_the_next_save(tmp_path: Path) -> None:
+    class SlowFlush(Gate):
+        def write(self, file: FileIO, data: memoryview) -> None:
+            FileSystem.write(self, file, data)
+
+        def sync(self, file: FileIO) -> None:
+            assert self.open_gate.wait(10)
+            super().sync(file)
+
+    fs = SlowFlush()
+    manager = CheckpointManager(tmp_path, fs=fs)
+    saved = manager.save_async(1, state_of(1))
+    assert not saved.done()
+    fs.open_gate.set()
+    manager.save_async(2, state_of(2))
+    assert saved.done()
+    manager.wait()
+
+
 # --- pruning ---
 
 
@@ -486,6 +815,92 @@ def test_pruning_never_removes_the_newest_sound_one(tmp_path: Path) -> None:
     other.load_latest()
     assert [path.name for path in other.prune()] == ["step_000000000003", "step_000000000001"]
     assert [entry.step for entry in other.entries()] == [2, 4]
+
+
+def steps_left(manager: CheckpointManager) -> list[int]:
+    return [entry.step for entry in manager.entries()]
+
+
+def test_milestones_stay_for_good(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_every=4)
+    for step in range(1, 11):
+        manager.save(step, state_of(step))
+    assert steps_left(manager) == [4, 8, 10]
+
+
+def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_best=2)
+    for step, loss in enumerate([3.0, 1.0, 2.0, None, 4.0, 5.0], start=1):
+        manager.save(step, state_of(step, eval_loss=loss))
+    assert steps_left(manager) == [2, 3, 6]
+    manager.save(7, state_of(7, eval_loss=0.0))
+    manager.save(8, state_of(8))
+    assert steps_left(manager) == [2, 7, 8]
+
+
+def test_of_equally_good_ones_the_newer_stays(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_best=1)
+    for step in range(1, 4):
+        manager.save(step, state_of(step, eval_loss=1.0))
+    manager.save(4, state_of(4, eval_loss=2.0))
+    assert steps_left(manager) == [3, 4]
+
+
+def test_without_keep_best_the_best_goes(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    for step in (1, 2):
+        manager.save(step, state_of(step, eval_loss=float(step)))
+    assert steps_left(manager) == [2]
+
+
+def test_a_damaged_one_takes_no_place_among_the_best(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=None)
+    for step in range(1, 5):
+        manager.save(step, state_of(step, eval_loss=float(step)))
+    damage(tmp_path / "step_000000000001" / "model.safetensors")
+    other = CheckpointManager(tmp_path, keep_last=1, keep_best=1)
+    other.load_latest()
+    other.prune()
+    assert steps_left(other) == [2, 4]
+
+
+def test_the_best_of_another_run_do_not_count_and_stay(tmp_path: Path) -> None:
+    former = CheckpointManager(tmp_path, keep_last=None)
+    former.save(1, state_of(1, eval_loss=0.1))
+    former.save(4, state_of(4, eval_loss=0.2))
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_best=1, keep_every=4)
+    for step, loss in ((5, 3.0), (6, 4.0), (7, 5.0)):
+        manager.save(step, state_of(step, eval_loss=loss))
+    assert steps_left(manager) == [1, 4, 5, 7]
+
+
+def test_a_resumed_run_knows_its_best(tmp_path: Path) -> None:
+    first = CheckpointManager(tmp_path, keep_last=1, keep_best=1)
+    first.save(1, state_of(1, eval_loss=1.0))
+    first.save(2, state_of(2, eval_loss=2.0))
+    second = CheckpointManager(tmp_path, keep_last=1, keep_best=1)
+    second.load_latest()
+    second.save(3, state_of(3, eval_loss=3.0))
+    assert steps_left(second) == [1, 3]
+
+
+def test_one_that_the_disk_will_not_let_be_read_is_not_pruned(tmp_path: Path) -> None:
+    """It may be the newest sound one: an error of the disk says nothing about it."""
+    manager = CheckpointManager(tmp_path, keep_last=None)
+    for step in (1, 2, 3, 4):
+        manager.save(step, state_of(step))
+    damage(tmp_path / "step_000000000004" / "model.safetensors")
+
+    class Ailing(FileSystem):
+        def open(self, path: Path) -> FileIO:
+            if path.parent.name == "step_000000000003" and path.suffix == ".safetensors":
+                raise OSError(errno.EIO, "Input/output error")
+            return super().open(path)
+
+    other = CheckpointManager(tmp_path, keep_last=1, fs=Ailing(), warn=lambda message: None)
+    assert step_of(other.load_latest()) == 2
+    assert [path.name for path in other.prune()] == ["step_000000000001"]
+    assert steps_left(other) == [2, 3, 4]
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_a_warning_and_the_save_stands(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ GOOD = Manifest(
     run_id="0123456789abcdef",
     time="2030-01-01T00:00:00.000+00:00",
     loss=2.5,
+    eval_loss=2.75,
     config_sha256=None,
     versions={"torch": "2.13.0"},
     files={name: FileRecord(10, "ab") for name in FILES},
@@ -34,6 +36,18 @@ GOOD = Manifest(
 
 def read(folder: Path) -> Manifest:
     return read_manifest(FileSystem(), folder)
+
+
+def unsealed() -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(GOOD.to_bytes())
+    del fields["seal"]
+    return fields
+
+
+def write_sealed(path: Path, fields: dict[str, Any]) -> None:
+    """With the right checksum, also of what our own writer refuses."""
+    checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode("ascii")).hexdigest()
+    path.write_text(json.dumps({**fields, "seal": checksum}), encoding="ascii")
 
 
 def test_a_manifest_comes_back(tmp_path: Path) -> None:
@@ -81,6 +95,12 @@ def test_missing_truncated_and_foreign_files_are_errors(tmp_path: Path) -> None:
         {"time": None},
         {"loss": "x"},
         {"loss": True},
+        {"eval_loss": "x"},
+        {"step": -1},
+        {"step": 2**63},
+        {"sequence": -1},
+        {"sequence": 10**4000},
+        {"versions": {"torch": 2}},
         {"config_sha256": 5},
         {"versions": "2.0"},
         {"files": {name: FileRecord("ten", "ab") for name in FILES}},  # type: ignore[arg-type]
@@ -96,12 +116,28 @@ def test_a_sealed_manifest_of_the_wrong_form_is_an_error(tmp_path: Path, change:
 
 
 def test_missing_and_unknown_fields_are_errors(tmp_path: Path) -> None:
-    fields = json.loads(GOOD.to_bytes())
-    del fields["seal"]
+    fields = unsealed()
     for changed in ({**fields, "extra": 1}, {key: fields[key] for key in fields if key != "step"}):
         (tmp_path / MANIFEST).write_bytes(seal(changed))
         with pytest.raises(CheckpointError, match="not a manifest"):
             read(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["loss", "eval_loss"])
+def test_a_sealed_loss_that_is_not_finite_is_an_error(tmp_path: Path, name: str, number: str) -> None:
+    write_sealed(tmp_path / MANIFEST, {**unsealed(), name: float(number)})
+    with pytest.raises(CheckpointError, match=f"its {name} is not finite"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [300, 900, 960, 980, 990, 1000, 5000])
+def test_values_nested_to_any_depth_are_an_error(tmp_path: Path, depth: int) -> None:
+    """Python reads deeper JSON than it writes, and the checksum is taken of what is written."""
+    text = json.dumps({**unsealed(), "versions": 0})
+    (tmp_path / MANIFEST).write_text(text.replace('"versions": 0', f'"versions": {"[" * depth}{"]" * depth}'))
+    with pytest.raises(CheckpointError, match="damaged"):
+        read(tmp_path)
 
 
 def test_a_newer_format_is_told_apart(tmp_path: Path) -> None:

@@ -97,8 +97,15 @@ def test_tensors_that_were_read_have_memory_of_their_own() -> None:
         raw({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"12"),
         raw({"x": {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}),
         raw({name: {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]} for name in "ab"}, b"12"),
+        raw({"x": {"dtype": "F32", "shape": {}, "data_offsets": [0, 4]}}, b"1234"),
+        raw({"x": {"dtype": "F32", "shape": "", "data_offsets": [0, 4]}}, b"1234"),
+        raw({"x": {"dtype": "F32", "shape": [10**4000] * 2_000, "data_offsets": [0, 4]}}, b"1234"),
+        raw({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**70]}}, b"1234"),
+        raw({"__metadata__": {"tied": ["x"]}}),
+        raw({"__metadata__": 5}),
         struct.pack("<Q", 3) + b"\xff\xfe\xfd",
     ],
+    ids=range(23),
 )
 def test_what_is_not_a_safetensors_file_is_a_checkpoint_error(data: bytes) -> None:
     with pytest.raises(CheckpointError):

@@ -202,9 +202,30 @@ def test_checking_copies_no_tensor() -> None:
         {"$ndarray": ["x", "<f4", [-1]]},
         {"$ndarray": ["x", "no such dtype", [1]]},
         {"$ndarray": ["x"]},
+        {"$ndarray": ["float", "<f4", [2]]},
+        {"$ndarray": ["x", "|S0", [10**11]]},
+        {"$ndarray": ["x", "|u1", "4"]},
+        {"$ndarray": ["x", "|u1", {"4": 4}]},
+        {"$ndarray": ["x", "|u1", [True, 4]]},
+        {"$ndarray": ["x", "|u1", [10**4000] * 2_000]},
+        {"$float": 10**400},
+        {"$tensor": {}},
     ],
-    ids=str,
+    ids=lambda encoded: str(encoded)[:50],
 )
 def test_a_malformed_tree_is_a_checkpoint_error(encoded: Any) -> None:
     with pytest.raises(CheckpointError, match="malformed state tree"):
-        decode(encoded, {"x": torch.zeros(4, dtype=torch.uint8)})
+        decode(encoded, {"x": torch.zeros(4, dtype=torch.uint8), "float": torch.zeros(2)})
+
+
+def test_an_array_that_is_named_often_takes_its_memory_once() -> None:
+    held = torch.arange(8, dtype=torch.uint8)
+    arrays = decode([{"$ndarray": ["x", "<i4", [2]]}] * 3, {"x": held})
+    assert {array.ctypes.data for array in arrays} == {held.data_ptr()}
+
+
+def test_arrays_of_items_without_bytes_come_back() -> None:
+    for description in ("S0", "U0", "V0"):
+        array = np.ndarray((2, 3), description)
+        back = round_trip(array)
+        assert (back.dtype, back.shape, back.nbytes) == (array.dtype, (2, 3), 0)

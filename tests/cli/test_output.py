@@ -76,7 +76,7 @@ def test_a_fault_of_the_output_is_told_from_one_of_the_command(
     assert capsys.readouterr().err == "error: cannot write to the standard output: Input/output error\n"
 
 
-@pytest.mark.parametrize("place", ["speedtronic.cli._parser", "speedtronic.cli.output.prepare"])
+@pytest.mark.parametrize("place", ["speedtronic.cli.build_parser", "speedtronic.cli.output.prepare"])
 def test_an_interrupt_anywhere_is_130_without_a_traceback(
     place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ DEFAULTS = {
         "log_every": None,
         "on_nonfinite": "stop",
         "init_from": None,
+        "init_strict": True,
         "deterministic": False,
         "threads": None,
     },
@@ -345,6 +346,7 @@ def test_a_wrong_value_is_refused_at_construction_and_at_assignment(
         (RunConfig, {"device": "cuda:12", "seed": 2**32 - 1, "threads": 1, "log_every": 5}),
         (ModelConfig, {"rope_base": 500000, "extra": {"a": [1, {"b": None}], "c": True}}),
         (DataConfig, {"dataset": "my_pkg.data:build", "pin_memory": False, "validation_fraction": 0}),
+        (DataConfig, {"document_mask": True, "shards": "prepared"}),
         (OptimizerConfig, {"lr": 1, "fused": True, "ema": 0.999, "grad_clip": 1}),
         (PrecisionConfig, {"mode": "fp8"}),
         (PrecisionConfig, {"mode": "bf16", "dtype": "bfloat16"}),
@@ -417,6 +419,14 @@ def test_all_problems_of_a_section_come_at_once() -> None:
             {"text_path": "a.txt", "shards": "b"},
             "data.shards: name one source of data, not both data.text_path and data.shards",
         ),
+        *[
+            (
+                DataConfig,
+                {"document_mask": True, **source},
+                "data.document_mask: needs data.shards: no other source of data knows where documents begin",
+            )
+            for source in ({}, {"text_path": "a.txt"}, {"shards": "b", "dataset": "my_pkg.data:build"})
+        ],
         (OptimizerConfig, {"muon_plus": True}, "optimizer.muon_plus: needs optimizer.name: muon, not adamw"),
         (
             PrecisionConfig,

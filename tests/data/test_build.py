@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from speedtronic.config import ConfigError, DataConfig, SpeedtronicConfig
 from speedtronic.data import (
@@ -20,7 +20,10 @@ from speedtronic.data import (
     build_data,
     build_dataloader,
 )
-from speedtronic.errors import DataError, NotBuiltError
+from speedtronic.data.build import Loader
+from speedtronic.data.iterable import StreamLoader
+from speedtronic.data.train_tokenizer import train_tokenizer
+from speedtronic.errors import DataError
 
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea."
 
@@ -49,7 +52,7 @@ def config(*, vocab_size: int = 256, block_size: int = 8, **data: Any) -> Speedt
     return SpeedtronicConfig.from_dict({"model": model, "data": data})
 
 
-def labels(loader: TokenLoader | DataLoader[Any]) -> list[int]:
+def labels(loader: Loader) -> list[int]:
     return [token for batch in loader for token in batch["labels"].flatten().tolist()]
 
 
@@ -69,6 +72,11 @@ class Stream(IterableDataset[int]):
         return iter(range(7))
 
 
+class Unsized(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 @pytest.fixture
 def factory(monkeypatch: pytest.MonkeyPatch) -> str:
     """An importable module with factories."""
@@ -78,6 +86,9 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> str:
         pair=lambda data: (Squares(6), Squares(3)),
         stream=lambda data: Stream(),
         streaming_validation=lambda data: (Squares(6), Stream()),
+        mapping=lambda data: {"train": Squares(6)},
+        generator=lambda data: (number for number in range(3)),
+        unsized=lambda data: Unsized(),
         nothing=lambda data: 3,
         constant="/",
         failing=lambda data: {}["key"],
@@ -148,6 +159,47 @@ def test_a_factory_may_bring_a_stream(factory: str) -> None:
     assert [batch.tolist() for batch in loader.train] == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_factory_may_bring_a_stream_to_validate_on(factory: str, num_workers: int) -> None:
+    data = build_data(
+        config(
+            dataset=f"{factory}:streaming_validation", micro_batch_size=2, target_batch_size=2, num_workers=num_workers
+        ),
+        pin_memory=False,
+    )
+    assert isinstance(data.validation, StreamLoader)
+
+    try:
+        for _ in range(2):
+            data.validation.restart()
+            assert [batch.tolist() for batch in data.validation] == [[0, 1], [2, 3], [4, 5], [6]]
+    finally:
+        data.validation.close()
+
+
+@pytest.mark.parametrize("source", ["squares", "stream"])
+def test_ranks_share_the_training_data(factory: str, source: str) -> None:
+    options = config(dataset=f"{factory}:{source}", micro_batch_size=2, target_batch_size=2, drop_last=False)
+
+    def first_fields(loader: Loader) -> list[int]:
+        return [
+            number for batch in loader for number in (batch if isinstance(batch, torch.Tensor) else batch[0]).tolist()
+        ]
+
+    ranks = [first_fields(build_dataloader(options, rank=rank, world_size=2)) for rank in range(2)]
+    same = [first_fields(build_data(options, pin_memory=False, rank=rank, world_size=2).train) for rank in range(2)]
+
+    assert sorted(ranks[0] + ranks[1]) == first_fields(build_dataloader(options))
+    assert same == ranks
+
+
+def test_every_rank_validates_on_all_of_the_held_out_data(factory: str) -> None:
+    data = build_data(config(dataset=f"{factory}:pair"), pin_memory=False, rank=1, world_size=2)
+
+    assert data.validation is not None
+    assert len(list(data.validation)) == 3
+
+
 def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) -> None:
     loader = build_data(config(dataset=f"{factory}:stream"), pin_memory=False).train
     before = torch.get_rng_state()
@@ -165,7 +217,9 @@ def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) 
         ({"dataset": "some_user_data:nothing"}, ConfigError, "must return a Dataset.* not int"),
         ({"dataset": "some_user_data:constant"}, ConfigError, r"some_user_data:constant must be a function, not str"),
         ({"dataset": "some_user_data:stream", "shuffle": True}, ConfigError, r"data\.shuffle"),
-        ({"dataset": "some_user_data:stream", "num_workers": 1}, NotBuiltError, r"data\.num_workers"),
+        ({"dataset": "some_user_data:mapping"}, ConfigError, "must return a Dataset.* not dict"),
+        ({"dataset": "some_user_data:generator"}, ConfigError, "must return a Dataset.* not generator"),
+        ({"dataset": "some_user_data:unsized"}, ConfigError, "must return a Dataset with __len__.* not Unsized"),
         (
             {"dataset": "some_user_data:stream", "validation_fraction": 0.5},
             ConfigError,
@@ -176,7 +230,6 @@ def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) 
             ConfigError,
             "validation part already",
         ),
-        ({"dataset": "some_user_data:streaming_validation"}, NotBuiltError, "must be map-style"),
         ({"synthetic": False}, ConfigError, "no source"),
         ({"num_tokens": 7}, DataError, r"data\.num_tokens is 7, less than one block of 8"),
         ({"num_tokens": 8, "validation_fraction": 0.1}, DataError, "1 sample cannot be divided"),
@@ -190,8 +243,10 @@ def test_what_cannot_be_built_is_one_clear_error(options: dict[str, Any], error:
 
 @pytest.mark.usefixtures("factory")
 def test_what_a_factory_raises_passes_through() -> None:
-    with pytest.raises(KeyError, match="key"):
+    with pytest.raises(KeyError, match="key") as failure:
         build_data(config(dataset="some_user_data:failing"), pin_memory=False)
+
+    assert failure.value.__notes__ == ["raised by the factory some_user_data:failing that data.dataset names"]
 
 
 @pytest.mark.parametrize("source", ["synthetic", "text", "shards"])
@@ -236,8 +291,20 @@ def test_the_sizes_of_other_models_are_their_own_matter() -> None:
     assert next(iter(data.train))["input_ids"].shape == (1, 9)
 
 
-def test_a_tokenizer_file_is_refused_as_not_built_yet(text_path: str) -> None:
-    with pytest.raises(NotBuiltError, match=r"data\.tokenizer: 'gpt\.json'"):
+def test_a_text_is_read_with_the_tokenizer_of_a_file(tmp_path: Path, text_path: str) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    trained = train_tokenizer([text_path], tokenizer, vocab_size=270)
+
+    data = build_data(config(text_path=text_path, tokenizer=str(tokenizer), vocab_size=270), pin_memory=False)
+
+    assert data.tokenizer is not None
+    assert data.tokenizer.vocab_size == trained.vocab_size
+    first = next(iter(data.train))["input_ids"][0].tolist()
+    assert first == data.tokenizer.encode(TEXT)[:8]
+
+
+def test_a_missing_tokenizer_file_is_named(text_path: str) -> None:
+    with pytest.raises(DataError, match=r"^gpt\.json: no such tokenizer file"):
         build_data(config(text_path=text_path, tokenizer="gpt.json"), pin_memory=False)
 
 

@@ -10,6 +10,7 @@ from speedtronic.data.cache import cache_folder, encode_once
 from speedtronic.data.shards import ShardSet
 from speedtronic.data.tokenizers import CorpusCharTokenizer
 from speedtronic.errors import DataError
+from tests.support.tokenizers import byte_level_bpe
 
 
 class Words:
@@ -71,6 +72,19 @@ def test_other_text_and_other_tokenizers_have_entries_of_their_own(tmp_path: Pat
     assert tokens(encode_once(path, Words("a b"))) == [1, 2, 1]
     assert tokens(encode_once(text_file(path, "b"), Words("a b"))) == [2]
     assert len(list(cache.iterdir())) == 3
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 17, 300])
+def test_a_text_in_pieces_is_encoded_as_if_whole(tmp_path: Path, unit_bytes: int) -> None:
+    tokenizer = byte_level_bpe()
+    text = "the cat  sat on\r\nthe mat,\n\nit's café 字字 12345 …\tthe cats' mats! " * 12
+    path = tmp_path / "t.txt"
+    path.write_bytes(text.encode())
+
+    found = encode_once(path, tokenizer, unit_bytes=unit_bytes)
+
+    assert tokens(found) == tokenizer.encode(text)
+    assert found.documents == 0
 
 
 def test_a_damaged_entry_is_made_anew(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -108,11 +109,50 @@ def test_tensors_arrays_and_numbers_are_stacked() -> None:
     assert collate_batch([1, 2]).tolist() == [1, 2]
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: float
+
+
+def test_named_tuples_stay_named() -> None:
+    batch = collate_batch([Pair(torch.ones(2), 1.0), Pair(torch.zeros(2), 2.0)])
+
+    assert isinstance(batch, Pair)
+    assert batch.x.tolist() == [[1, 1], [0, 0]]
+    assert batch.y.tolist() == [1.0, 2.0]
+
+
+def test_samples_may_be_nested() -> None:
+    batch = collate_batch([{"image": (np.zeros(2), 1), "name": "a"}, {"image": (np.ones(2), 2), "name": "b"}])
+
+    assert [field.tolist() for field in batch["image"]] == [[[0, 0], [1, 1]], [1, 2]]
+    assert batch["name"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64])
+def test_arrays_and_their_numbers_keep_their_type(dtype: Any) -> None:
+    expected = torch.from_numpy(np.zeros(1, dtype)).dtype
+
+    assert collate_batch([np.zeros(2, dtype), np.ones(2, dtype)]).dtype == expected
+    assert collate_batch([dtype(0), dtype(1)]).dtype == expected
+
+
 def test_mappings_without_ids_are_stacked_field_by_field() -> None:
     assert collate_batch([{"x": 1.0, "y": 0}, {"x": 2.0, "y": 1}])["y"].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("items", [[], [torch.ones(2), torch.ones(3)], [object()]])
+@dataclass
+class Sample:
+    x: float
+
+
+@pytest.mark.parametrize("items", [[], [torch.ones(2), torch.ones(3)], [object()], [Sample(1.0)], [[1], [1, 2]]])
 def test_samples_that_cannot_be_stacked_are_refused(items: list[Any]) -> None:
     with pytest.raises(DataError, match=r"no samples|cannot be stacked"):
         collate_batch(items)
+
+
+@pytest.mark.parametrize("other", [{"x": 2.0}, {"x": 2.0, "y": 1, "z": 3}, 2.0])
+def test_mappings_with_different_fields_are_refused(other: Any) -> None:
+    with pytest.raises(DataError, match="different fields: x, y and (the fields x|float)"):
+        collate_batch([{"x": 1.0, "y": 0}, other])

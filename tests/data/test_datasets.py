@@ -86,6 +86,46 @@ def test_a_part_holds_its_stretch_and_is_recognised_as_such(blocks: TokenDataset
         part[3]
 
 
+def documents(folder: Path, lengths: Iterable[int]) -> Path:
+    """Shards of documents of these lengths, separators included, a few tokens in each file."""
+    tokenizer = CharTokenizer()
+    with ShardWriter(folder, tokenizer=tokenizer, shard_tokens=10) as writer:
+        for length in lengths:
+            writer.write(tokenizer.encode_array("x" * (length - 1)))
+            writer.end_document()
+    return folder
+
+
+def test_documents_are_counted_within_each_sample(tmp_path: Path) -> None:
+    dataset = ShardDataset(documents(tmp_path / "shards", [3, 5, 1, 7, 1, 20]), 8, document_mask=True)
+    batch = dataset.batch([0, 1, 2, 3])
+    assert batch["document_ids"].tolist() == [
+        [0, 0, 0, 1, 1, 1, 1, 1],
+        [0, 1, 1, 1, 1, 1, 1, 1],
+        [0, 1, 1, 1, 1, 1, 1, 1],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert batch["document_ids"].dtype == torch.int64
+    # A separator, 0 as a byte, is the last token of its document.
+    ends = batch["input_ids"][:, :-1] == 0
+    assert torch.equal(ends, batch["document_ids"].diff() == 1)
+
+
+def test_parts_and_single_samples_have_their_documents_too(tmp_path: Path) -> None:
+    dataset = ShardDataset(documents(tmp_path / "shards", [3, 5, 1, 7, 1, 20]), 8, document_mask=True)
+    part = dataset.part(1, 3)
+    assert torch.equal(part.batch([0, 1])["document_ids"], dataset.batch([1, 2])["document_ids"])
+    assert torch.equal(part[1]["document_ids"], dataset[2]["document_ids"])
+    assert part[1].keys() == {"input_ids", "labels", "document_ids"}
+
+
+def test_samples_have_no_documents_unless_asked_for(tmp_path: Path) -> None:
+    folder = documents(tmp_path / "shards", [9, 9])
+    plain, masked = ShardDataset(folder, 8), ShardDataset(folder, 8, document_mask=True)
+    assert plain[0].keys() == {"input_ids", "labels"}
+    assert plain.fingerprint == masked.fingerprint
+
+
 @pytest.mark.parametrize("source", ["shards", "cache"])
 def test_a_damaged_token_that_reaches_a_batch_names_its_folder(tmp_path: Path, text_path: Path, source: str) -> None:
     dataset: TokenDataset

@@ -1,22 +1,26 @@
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
+import traceback
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from speedtronic.data import SyntheticTokenDataset, TextFileTokenDataset, TokenLoader
+from speedtronic.data.sampler import SampleOrder
 from speedtronic.errors import DataError
+from tests.support import datasets as support
 
 
 class Numbers(Dataset[int]):
@@ -39,12 +43,7 @@ class Noise(Numbers):
         return torch.tensor([random.random(), np.random.random(), torch.rand(()).item()], dtype=torch.float64)
 
 
-class ProcessIds(Numbers):
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
-class Failing(Numbers):
+class Refusing(Numbers):
     def __getitem__(self, index: int) -> int:
         if index == 3:
             raise DataError("sample 3 is bad")
@@ -209,37 +208,9 @@ def test_workers_repeat_neither_each_other_nor_an_epoch_but_repeat_with_the_seed
     assert rows != noise(num_workers=0, seed=2)
 
 
-def test_workers_stay_alive_from_epoch_to_epoch_and_end_with_close() -> None:
-    loader = TokenLoader(ProcessIds(4), 1, num_workers=2)
-    first, second = {*flat(epoch(loader))}, {*flat(epoch(loader))}
-    loader.restart()
-    third = {*flat(epoch(loader))}
-
-    loader.close()
-
-    assert first == second == third
-    assert len(first) == 2
-    for process in first:
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
-    assert len(epoch(loader)) == 4  # iterating again starts new workers
-    loader.close()
-
-
-def test_an_interrupt_of_the_whole_terminal_leaves_the_workers_at_work() -> None:
-    with closing(TokenLoader(ProcessIds(8), 1, num_workers=2)) as loader:
-        batches = stream(loader)
-        processes = {next(batches).item() for _ in range(4)}
-
-        for process in processes:
-            os.kill(process, signal.SIGINT)
-
-        assert {next(batches).item() for _ in range(20)} == processes
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_bad_data_in_a_worker_is_the_same_one_line_error(num_workers: int) -> None:
-    with closing(TokenLoader(Failing(6), 2, num_workers=num_workers)) as loader:
+    with closing(TokenLoader(Refusing(6), 2, num_workers=num_workers)) as loader:
         batches = iter(loader)
         next(batches)
         with pytest.raises(DataError) as failure:
@@ -262,6 +233,180 @@ def test_what_a_spawned_worker_needs_pickles(tmp_path: Path) -> None:
     with closing(spawning) as loader:
         for theirs, ours in zip(loader, alone, strict=True):
             assert torch.equal(theirs["labels"], ours["labels"])
+
+
+@pytest.mark.slow
+def test_spawned_workers_deliver_what_forked_ones_do() -> None:
+    def made(context: str) -> list[Any]:
+        options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context}
+        with closing(TokenLoader(support.Noise(10), 2, shuffle=True, drop_last=False, **options)) as loader:
+            return [batch.tolist() for batch in islice(stream(loader), 10)]
+
+    assert made("spawn") == made("fork")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_loaders_read_one_dataset_at_once(num_workers: int) -> None:
+    dataset = Noise(8)
+    alone = [batch.tolist() for batch in TokenLoader(dataset, 2, shuffle=True)]
+    with (
+        closing(TokenLoader(dataset, 2, shuffle=True, num_workers=num_workers)) as one,
+        closing(TokenLoader(dataset, 2, shuffle=True, num_workers=num_workers)) as other,
+    ):
+        pairs = [(a.tolist(), b.tolist()) for a, b in zip(one, other, strict=True)]
+
+    assert pairs == [(batch, batch) for batch in alone]
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+def of_ranks(size: int, batch_size: int, world_size: int, **options: Any) -> list[list[list[int]]]:
+    return [
+        epoch(TokenLoader(Numbers(size), batch_size, rank=rank, world_size=world_size, **options))
+        for rank in range(world_size)
+    ]
+
+
+def test_ranks_are_dealt_the_order_in_rounds_and_share_the_last_evenly() -> None:
+    assert of_ranks(15, 2, 3, drop_last=False) == [
+        [[0, 1], [6, 7], [12]],
+        [[2, 3], [8, 9], [13]],
+        [[4, 5], [10, 11], [14]],
+    ]
+    assert of_ranks(13, 2, 3, drop_last=False)[0][-1] == [12]
+    assert {len(batches) for batches in of_ranks(17, 2, 3)} == {2}
+
+
+@settings(max_examples=30)
+@given(st.integers(6, 80), st.integers(1, 5), st.integers(1, 6), st.booleans())
+def test_each_sample_comes_once_over_all_ranks(size: int, batch_size: int, world_size: int, shuffle: bool) -> None:
+    ranks = of_ranks(size, batch_size, world_size, shuffle=shuffle, drop_last=False)
+    whole = flat(epoch(TokenLoader(Numbers(size), batch_size, shuffle=shuffle, drop_last=False)))
+    rounds = [batch for of_all in zip_longest(*ranks, fillvalue=[]) for batch in of_all]
+
+    assert flat(rounds) == whole
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+
+
+def test_ranks_with_workers_read_what_they_do_without() -> None:
+    for rank, expected in enumerate(of_ranks(12, 2, 2, shuffle=True)):
+        with closing(TokenLoader(Numbers(12), 2, shuffle=True, num_workers=2, rank=rank, world_size=2)) as loader:
+            assert epoch(loader) == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_can_be_restored_from_the_position_of_rank_0(rank: int) -> None:
+    def loader(rank: int) -> TokenLoader:
+        return TokenLoader(Numbers(12), 2, shuffle=True, rank=rank, world_size=2)
+
+    straight = [batch.tolist() for batch in islice(stream(loader(rank)), 9)]
+    interrupted = loader(0)
+    list(islice(stream(interrupted), 4))
+    resumed = loader(rank)
+    resumed.load_state_dict(interrupted.state_dict())
+
+    assert [batch.tolist() for batch in islice(stream(resumed), 5)] == straight[4:]
+
+
+def test_another_number_of_ranks_continues_with_the_same_samples() -> None:
+    before = TokenLoader(Numbers(24), 2, shuffle=True, rank=0, world_size=2)
+    list(islice(before, 3))
+    after = [TokenLoader(Numbers(24), 4, shuffle=True, rank=rank, world_size=3) for rank in range(3)]
+    for loader in after:
+        loader.load_state_dict(before.state_dict())
+
+    order = flat(epoch(TokenLoader(Numbers(24), 1, shuffle=True)))
+
+    assert flat([next(iter(loader)).tolist() for loader in after]) == order[12:24]
+
+
+def test_a_rank_that_gets_nothing_is_an_error() -> None:
+    with pytest.raises(DataError, match="7 samples, fewer than one batch of 2 for each of 4 ranks, and drop_last"):
+        TokenLoader(Numbers(7), 2, rank=0, world_size=4)
+    with pytest.raises(DataError, match="3 samples, too few for 4 ranks to have one each"):
+        TokenLoader(Numbers(3), 2, rank=3, world_size=4, drop_last=False)
+    with pytest.raises(DataError, match="rank 2 of world_size 2: ranks count from 0"):
+        TokenLoader(Numbers(7), 2, rank=2, world_size=2)
+
+
+# ---------------------------------------------------------------------- datasets of others
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        ([3, 4, 5, 6], [[3, 4], [5, 6]]),
+        (np.arange(8, dtype=np.int16).reshape(4, 2), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        (torch.arange(4), [[0, 1], [2, 3]]),
+        (TensorDataset(torch.arange(4), torch.arange(4) ** 2), [[[0, 1], [0, 1]], [[2, 3], [4, 9]]]),
+        ([{"x": 1.0}, {"x": 2.0}], [{"x": [1.0, 2.0]}]),
+    ],
+    ids=["list", "array", "tensor", "TensorDataset", "mappings"],
+)
+def test_what_has_a_length_and_an_index_is_a_dataset(dataset: Any, expected: list[Any]) -> None:
+    assert [as_lists(batch) for batch in TokenLoader(dataset, 2)] == expected
+
+
+def as_lists(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {name: field.tolist() for name, field in batch.items()}
+    return [field.tolist() for field in batch]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sample_that_fails_is_named(num_workers: int) -> None:
+    message = r"^sample 3 of tests\.support\.datasets\.Failing: ValueError: boom \(datasets\.py, line \d+\)$"
+    with closing(TokenLoader(support.Failing(6), 2, num_workers=num_workers)) as loader:
+        next(iter(loader))
+        for _ in range(2):  # the position stays where it is
+            with pytest.raises(DataError, match=message) as failure:
+                next(iter(loader))
+
+    assert 'raise ValueError("boom")' in "".join(traceback.format_exception(failure.value))
+
+
+def test_samples_that_make_no_batch_are_named() -> None:
+    ragged = [torch.zeros(1), torch.zeros(2)] * 5
+
+    with pytest.raises(DataError, match=r"^samples 0, 1 of builtins\.list: the samples cannot be stacked"):
+        next(iter(TokenLoader(ragged, 2)))
+    with pytest.raises(DataError, match=r"^samples 0, 1, 2, 3, 4, 5, 6, 7, … \(10 samples\) of"):
+        next(iter(TokenLoader(ragged, 10)))
+
+
+def test_what_a_collate_function_raises_is_one_error_too() -> None:
+    with pytest.raises(DataError, match=r"samples 0, 1 of .*Numbers: ZeroDivisionError: .* \(test_loader\.py, line"):
+        next(iter(TokenLoader(Numbers(2), 2, collate=lambda samples: 1 // 0)))
+
+
+class Huge(Dataset[int]):
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: int) -> int:
+        self.reads += 1
+        return index
+
+
+@pytest.mark.parametrize("position", [0, 10**6, 9 * 10**8])
+def test_a_shuffled_order_of_a_thousand_million_takes_no_memory_and_no_search(position: int) -> None:
+    dataset = Huge()
+    tracemalloc.start()
+    try:
+        loader = TokenLoader(dataset, 4, shuffle=True)
+        loader.load_state_dict({**loader.state_dict(), "samples": position})
+        batch = next(iter(loader))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert batch.tolist() == SampleOrder(10**9, shuffle=True, seed=0).indices(0, position, position + 4).tolist()
+    assert dataset.reads == 4
+    assert peak < 2**20
 
 
 def test_other_data_is_refused_by_checksum_naming_both() -> None:

@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import errno
+import itertools
+import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from speedtronic.data.prepare import PreparedSummary, prepare
+from speedtronic.data.partial import PartialFolder, is_resumable, partial_folder
+from speedtronic.data.prepare import PreparedSummary, Progress, prepare
 from speedtronic.data.shards import ShardSet, ShardWriter
 from speedtronic.data.tokenizers import CharTokenizer
 from speedtronic.errors import DataError
+from tests.support.tokenizers import byte_level_bpe
 
 
 @pytest.fixture
@@ -56,6 +64,8 @@ def test_text_files_of_a_folder_become_documents(tmp_path: Path, corpus: Path, t
         folder=tmp_path / "out",
         tokens=6 + 9 + 10 + 3 + (tokenizer == "bytes"),
         documents=3,
+        text_bytes=26,
+        encoded_bytes=26,
         vocab_size=256 if tokenizer == "bytes" else len(set("first\nsecond é\nthird = 3\n\0")),
         shards=1,
         skipped=0,
@@ -134,6 +144,9 @@ def test_changed_text_is_noticed(tmp_path: Path, corpus: Path) -> None:
 
     with pytest.raises(DataError, match="with another content"):
         prepare([corpus], tmp_path / "out")
+    (corpus / "a.txt").write_text("First of all\n")
+    with pytest.raises(DataError, match="with another files"):
+        prepare([corpus], tmp_path / "out")
 
 
 def test_force_replaces_a_damaged_folder(tmp_path: Path, corpus: Path) -> None:
@@ -176,14 +189,18 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_a_request_that_contradicts_itself_is_refused(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(DataError, match="either files and folders to read or the source"):
+    with pytest.raises(DataError, match="name one thing to read: files and folders, the source"):
         prepare([], tmp_path / "out")
-    with pytest.raises(DataError, match="either files and folders to read or the source"):
+    with pytest.raises(DataError, match="name one thing to read: files and folders, the source"):
         prepare([corpus], tmp_path / "out", source="python-stdlib")
     with pytest.raises(DataError, match="source 'internet' is unknown"):
         prepare([], tmp_path / "out", source="internet")
-    with pytest.raises(DataError, match="tokenizer 'words' is unknown"):
+    with pytest.raises(DataError, match="name one thing to read"):
+        prepare([corpus], tmp_path / "out", hub="owner/name")
+    with pytest.raises(DataError, match="words: no such tokenizer file"):
         prepare([corpus], tmp_path / "out", tokenizer="words")
+    with pytest.raises(DataError, match="at least 1 process must prepare the data, not 0"):
+        prepare([corpus], tmp_path / "out", processes=0)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, corpus: Path) -> None:
@@ -245,3 +262,260 @@ def test_the_next_preparation_removes_what_a_killed_one_left(
     assert prepare([corpus], tmp_path / "out").already_prepared
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
+
+
+# ---------------------------------------------------------------------- kinds of input
+
+
+def test_files_of_several_kinds_become_one_set(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.txt").write_text("plain")
+    (folder / "b.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\n')
+    table = pyarrow.table({"text": ["three", None, "four"]})
+    pytest.importorskip("pyarrow.parquet").write_table(table, folder / "c.parquet")
+
+    summary = prepare([folder], tmp_path / "out", seed=1)
+
+    found = documents(tmp_path / "out")
+    assert sorted(found) == ["four", "one", "plain", "three", "two"]
+    assert found.index("two") == found.index("one") + 1
+    assert (summary.documents, summary.text_bytes) == (5, len("plainonetwothreefour"))
+    assert prepare([folder], tmp_path / "out", seed=1).already_prepared
+
+
+def test_nothing_but_empty_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+
+    with pytest.raises(DataError, match="all documents are empty"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_dataset_of_the_datasets_library_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.jsonl").write_text("".join(f'{{"body": "row {row}"}}\n' for row in range(30)))
+
+    summary = prepare([], tmp_path / "out", hub=str(tmp_path / "hub"), text_field="body", unit_bytes=20)
+
+    assert documents(tmp_path / "out") == [f"row {row}" for row in range(30)]
+    assert ShardSet(tmp_path / "out").source["origin"] == str(tmp_path / "hub")
+    assert summary.documents == 30
+
+
+# ---------------------------------------------------------------------- several processes, and resuming
+
+
+@pytest.fixture
+def long_corpus(tmp_path: Path) -> Path:
+    """Files smaller and larger than a unit of 200 bytes."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(12):
+        words = (f"word{number * step % 97}" for step in range(1, 5 + 11 * number))
+        (folder / f"{number}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
+    records = [json.dumps({"text": f"line {number} of many"}) for number in range(40)]
+    (folder / "lines.jsonl").write_text("\n".join(records))
+    return folder
+
+
+@pytest.fixture
+def bpe(tmp_path: Path) -> str:
+    path = tmp_path / "bpe.json"
+    path.write_text(byte_level_bpe().spec()["json"], encoding="utf-8")
+    return str(path)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+RECIPE: dict[str, Any] = {"shard_tokens": 500, "unit_bytes": 200}
+
+
+def every_unit_is_noted() -> Callable[[], float]:
+    return itertools.count(0, 1000).__next__
+
+
+class Stop(KeyboardInterrupt):
+    """Somebody's Ctrl-C."""
+
+
+def stop_after(units: int) -> Callable[[Progress], None]:
+    def told(progress: Progress) -> None:
+        nonlocal units
+        units -= progress.stage == "encoding"
+        if not units:
+            raise Stop
+
+    return told
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
+def test_two_processes_write_what_one_writes(tmp_path: Path, long_corpus: Path, bpe: str, tokenizer: str) -> None:
+    tokenizer = bpe if tokenizer == "bpe" else tokenizer
+    one = prepare([long_corpus], tmp_path / "one", tokenizer=tokenizer, processes=1, **RECIPE)
+    prepare([long_corpus], tmp_path / "two", tokenizer=tokenizer, processes=2, **RECIPE)
+
+    assert one.shards > 3
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+    ShardSet(tmp_path / "two").verify()
+
+
+@pytest.mark.parametrize("units", [1, 2, 5, 9, 15, 20])
+@pytest.mark.parametrize("tokenizer", ["chars", "bpe"])
+def test_what_was_interrupted_goes_on_to_the_same_result(
+    tmp_path: Path, long_corpus: Path, bpe: str, tokenizer: str, units: int
+) -> None:
+    recipe = {**RECIPE, "tokenizer": bpe if tokenizer == "bpe" else tokenizer, "processes": 1}
+    whole = prepare([long_corpus], tmp_path / "whole", **recipe)
+    with pytest.raises(Stop):
+        prepare([long_corpus], tmp_path / "out", on_progress=stop_after(units), clock=every_unit_is_noted(), **recipe)
+    assert not (tmp_path / "out").exists()
+    stages = []
+
+    resumed = prepare([long_corpus], tmp_path / "out", on_progress=lambda told: stages.append(told.stage), **recipe)
+
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert set(stages) == {"encoding"}  # the characters are not collected again
+    assert resumed.encoded_bytes < resumed.text_bytes - 200 * (units - 1)
+    assert resumed.text_bytes == whole.text_bytes
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
+@pytest.mark.parametrize("place", ["unit 7", "publish"])
+def test_what_was_killed_goes_on_to_the_same_result(
+    tmp_path: Path, long_corpus: Path, bpe: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    prepare([long_corpus], tmp_path / "whole", tokenizer=bpe, processes=1, **RECIPE)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    request = json.dumps({"paths": [str(long_corpus)], "out": str(tmp_path / "out"), "tokenizer": bpe, **RECIPE})
+    killed = subprocess.run([sys.executable, "-m", "tests.support.preparing", request, place], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert is_resumable(tmp_path / "out")
+
+    resumed = prepare([long_corpus], tmp_path / "out", tokenizer=bpe, processes=2, **RECIPE)
+
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert resumed.encoded_bytes < resumed.text_bytes
+    assert not resumed.already_prepared
+
+
+def interrupted(folder: Path, corpus: Path, **options: Any) -> None:
+    with pytest.raises(Stop):
+        prepare(
+            [corpus], folder, processes=1, on_progress=stop_after(6), clock=every_unit_is_noted(), **RECIPE | options
+        )
+    assert is_resumable(folder)
+
+
+def test_other_input_is_begun_with_anew(tmp_path: Path, long_corpus: Path) -> None:
+    interrupted(tmp_path / "out", long_corpus)
+    with (long_corpus / "3.txt").open("a") as file:
+        file.write("more")
+
+    made = prepare([long_corpus], tmp_path / "out", processes=1, **RECIPE)
+
+    assert made.encoded_bytes == made.text_bytes
+    prepare([long_corpus], tmp_path / "whole", processes=1, **RECIPE)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", [{"seed": 3}, {"tokenizer": "chars"}, {"shard_tokens": 400}, {"unit_bytes": 201}])
+def test_another_recipe_is_begun_with_anew(tmp_path: Path, long_corpus: Path, change: dict[str, Any]) -> None:
+    interrupted(tmp_path / "out", long_corpus)
+
+    made = prepare([long_corpus], tmp_path / "out", processes=1, **RECIPE | change)
+
+    assert made.encoded_bytes == made.text_bytes
+    prepare([long_corpus], tmp_path / "whole", processes=1, **RECIPE | change)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_damaged_leftovers_are_begun_with_anew(tmp_path: Path, long_corpus: Path) -> None:
+    interrupted(tmp_path / "out", long_corpus)
+    files = partial_folder(tmp_path / "out") / "files"
+    os.truncate(max(files.glob("*.bin")), 40)
+
+    made = prepare([long_corpus], tmp_path / "out", processes=1, **RECIPE)
+
+    assert made.encoded_bytes == made.text_bytes
+    ShardSet(tmp_path / "out").verify()
+
+
+def test_what_is_no_text_ends_the_work_for_good(tmp_path: Path, long_corpus: Path) -> None:
+    (long_corpus / "0.txt").write_bytes(b"a" * 300 + b"\xff")
+
+    with pytest.raises(DataError, match=r"0\.txt: byte 0xff at offset 300 is not valid UTF-8"):
+        prepare([long_corpus], tmp_path / "out", processes=1, clock=every_unit_is_noted(), **RECIPE)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_a_full_disk_is_one_error_after_which_the_work_goes_on(
+    tmp_path: Path, long_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare([long_corpus], tmp_path / "whole", processes=1, **RECIPE)
+    fsync = os.fsync
+    calls = itertools.count()
+
+    def full(descriptor: int) -> None:
+        if next(calls) > 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(DataError, match="out: cannot be written: .*No space left"):
+            prepare([long_corpus], tmp_path / "out", processes=1, clock=every_unit_is_noted(), **RECIPE)
+
+    resumed = prepare([long_corpus], tmp_path / "out", processes=1, **RECIPE)
+    assert resumed.encoded_bytes < resumed.text_bytes
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_second_process_at_the_same_folder_is_refused(tmp_path: Path, corpus: Path) -> None:
+    with (
+        PartialFolder(tmp_path / "out"),
+        pytest.raises(DataError, match=f"process {os.getpid()} is preparing this data"),
+    ):
+        prepare([corpus], tmp_path / "out")
+
+
+def test_progress_is_told_up_to_the_end(tmp_path: Path, long_corpus: Path) -> None:
+    told: list[Progress] = []
+    prepare([long_corpus], tmp_path / "out", tokenizer="chars", processes=1, on_progress=told.append, **RECIPE)
+    prepare([long_corpus], tmp_path / "out", tokenizer="chars", processes=1, on_progress=told.append, **RECIPE)
+    total = sum(path.stat().st_size for path in long_corpus.iterdir())
+
+    stages = {stage: list(progress) for stage, progress in itertools.groupby(told, lambda each: each.stage)}
+
+    assert list(stages) == ["characters", "encoding", "checking"]
+    for progress in stages.values():
+        done = [each.done for each in progress]
+        assert done == sorted(done)
+        assert 0 < done[0] < done[-1] == total
+        assert {each.total for each in progress} == {total}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory")
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    def peak(name: str, size: int) -> int:
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, size)  # NULs are text
+        code = (
+            "import sys\nfrom pathlib import Path\nfrom speedtronic.data.prepare import prepare\n"
+            "prepare([sys.argv[1]], sys.argv[1] + '.out', processes=1)\n"
+            "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / name)]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) * 1024
+
+    assert peak("large", 200 * 2**20) - peak("small", 10 * 2**20) <= 10 * 2**20

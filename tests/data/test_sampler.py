@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedtronic.data.sampler import Permutation, SampleOrder, derive_seed
+from speedtronic.data.sampler import Deal, Permutation, SampleOrder, derive_seed
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64))
@@ -106,3 +107,39 @@ def test_a_derived_seed_depends_on_every_part_and_their_order() -> None:
 
     assert len(seeds) == 4
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_an_order_over_a_thousand_million_samples_takes_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        order = SampleOrder(10**9, shuffle=True, seed=0)
+        seen = [order.indices(0, start, start + 1000) for start in (0, 10**6, 9 * 10**8, 10**9 - 1000)]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert len(np.unique(np.concatenate(seen))) == 4000
+    assert peak < 2**20
+
+
+def test_any_positions_are_looked_up_together() -> None:
+    order = SampleOrder(100, shuffle=True, seed=1)
+
+    assert order.at(2, np.array([7, 3, 7])).tolist() == [order.indices(2, p, p + 1).item() for p in (7, 3, 7)]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 100))
+def test_the_shares_of_a_round_cover_it_and_differ_by_at_most_one(batch_size: int, world_size: int, left: int) -> None:
+    shares = [Deal(batch_size, rank, world_size, drop_last=False).share(left) for rank in range(world_size)]
+    sizes = [len(share) for share in shares]
+
+    assert [sample for share in shares for sample in share] == list(range(min(left, batch_size * world_size)))
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] == max(sizes)
+
+
+def test_drop_last_leaves_out_a_round_that_is_not_full() -> None:
+    deal = Deal(2, 1, 2, drop_last=True)
+
+    assert deal.share(4) == deal.share(9) == range(2, 4)
+    assert len(deal.share(3)) == 0

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from speedtronic.data.shards import ShardSet, ShardWriter, is_prepared, remove_leftovers
+from speedtronic.data.shards import ShardFiles, ShardSet, ShardWriter, is_prepared, remove_leftovers
 from speedtronic.data.tokenizers import CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import DataError
 
@@ -130,14 +133,12 @@ def rename_shard(name: str) -> Callable[[Path], None]:
     return lambda folder: edit_index(folder, lambda index: index["shards"][0].update(file=name))
 
 
-def truncate(folder: Path) -> None:
-    path = folder / "shard_00001.bin"
-    path.write_bytes(path.read_bytes()[:-1])
+def truncate(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-1])
 
 
-def spoil_header(folder: Path) -> None:
-    path = folder / "shard_00001.bin"
-    path.write_bytes(b"X" + path.read_bytes()[1:])
+def spoil_header(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(b"X" + (folder / name).read_bytes()[1:])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def spoil_header(folder: Path) -> None:
         (lambda folder: (folder / "index.json").write_text("{"), "not valid JSON"),
         (lambda folder: (folder / "index.json").write_text("[" * 200_000), "not valid JSON"),
         (lambda folder: (folder / "index.json").write_text("[]"), "not an index of"),
-        (lambda folder: edit_index(folder, lambda index: index.update(version=2)), "format version 2"),
+        (lambda folder: edit_index(folder, lambda index: index.update(version=1)), "format version 1"),
         (lambda folder: edit_index(folder, lambda index: index.update(format="other")), "not an index of"),
         (lambda folder: edit_index(folder, lambda index: index.pop("tokens")), "a field is missing or wrong"),
         (
@@ -156,13 +157,14 @@ def spoil_header(folder: Path) -> None:
         ),
         (lambda folder: edit_index(folder, lambda index: index.update(shards=[3])), "a field is missing"),
         (lambda folder: edit_index(folder, lambda index: index.update(tokens=5)), "do not add up"),
-        (
-            lambda folder: edit_index(folder, lambda index: index["tokenizer"].update(vocab_size=9)),
-            "does not match its fingerprint",
-        ),
+        (lambda folder: edit_index(folder, lambda index: index.update(documents=5)), "documents do not add up"),
+        (lambda folder: (folder / "tokenizer_spec.json").unlink(), r"tokenizer_spec\.json: the file is missing"),
         (lambda folder: (folder / "shard_00001.bin").unlink(), r"shard_00001\.bin: the file is missing"),
-        (truncate, r"shard_00001\.bin: the file has 63 bytes in place of 64"),
-        (spoil_header, r"shard_00001\.bin: the header does not agree"),
+        (lambda folder: (folder / "shard_00001.idx").unlink(), r"shard_00001\.idx: the file is missing"),
+        (truncate("shard_00001.bin"), r"shard_00001\.bin: the file has 63 bytes in place of 64"),
+        (truncate("shard_00006.idx"), r"shard_00006\.idx: the file has 39 bytes in place of 40"),
+        (spoil_header("shard_00001.bin"), r"shard_00001\.bin: the header does not agree"),
+        (spoil_header("shard_00001.idx"), r"shard_00001\.idx: the header does not agree"),
         (rename_shard("../s/shard_00000.bin"), "is not a plain file name"),
         (rename_shard("/etc/hostname"), "is not a plain file name"),
         (rename_shard("..\\shard_00000.bin"), "is not a plain file name"),
@@ -179,15 +181,119 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], ob
     assert "speedtronic data prepare" in str(refusal.value) or "prepare the data again" in str(refusal.value)
 
 
-def test_a_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
+def test_a_tokenizer_that_has_been_changed_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path / "s")
+    spec = folder / "tokenizer_spec.json"
+    spec.write_text(spec.read_text().replace("256", "9"))
+
+    with pytest.raises(DataError, match=r"tokenizer_spec\.json: the tokenizer does not match its fingerprint"):
+        _ = ShardSet(folder).tokenizer
+
+
+@pytest.mark.parametrize("name", ["shard_00003.bin", "shard_00006.idx"])
+def test_a_flipped_bit_is_found_by_verify(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "s")
     ShardSet(folder).verify()
-    content = bytearray((folder / "shard_00003.bin").read_bytes())
-    content[40] ^= 1
-    (folder / "shard_00003.bin").write_bytes(content)
+    content = bytearray((folder / name).read_bytes())
+    content[35] ^= 1
+    (folder / name).write_bytes(content)
 
-    with pytest.raises(DataError, match=r"the content of shard_00003\.bin does not match its checksum"):
+    with pytest.raises(DataError, match=rf"the content of {re.escape(name)} does not match its checksum"):
         ShardSet(folder).verify()
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-2]), Path.unlink])
+def test_a_file_that_is_damaged_after_the_set_was_opened_is_an_error(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    shards = ShardSet(make(tmp_path / "s"))
+    damage(tmp_path / "s" / "shard_00002.bin")
+
+    with pytest.raises(DataError, match=r"shard_00002\.bin: (the file has 62 bytes in place of 64|cannot be read)"):
+        read(shards, 0, 106)
+
+
+# Empty documents, documents as long as a shard, and ones that span several.
+LENGTHS = [3, 1, 1, 4, 16, 1, 40, 2, 7]
+
+
+def documents_of(folder: Path, lengths: Sequence[int], shard_tokens: int, *, unfinished: int = 0) -> ShardSet:
+    with ShardWriter(folder, tokenizer=CharTokenizer(), shard_tokens=shard_tokens) as writer:
+        for length in lengths:
+            writer.write(np.full(length - 1, 7, np.uint8))
+            writer.end_document()
+        writer.write(np.full(unfinished, 7, np.uint8))
+    return ShardSet(folder)
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 2, 4, 8, 16, 75, 1000])
+@pytest.mark.parametrize("unfinished", [0, 5])
+def test_the_starts_of_documents_are_known_in_any_range(tmp_path: Path, shard_tokens: int, unfinished: int) -> None:
+    shards = documents_of(tmp_path / "s", LENGTHS, shard_tokens, unfinished=unfinished)
+    total = sum(LENGTHS) + unfinished
+    starts = [start for start in (0, *np.cumsum(LENGTHS).tolist()) if start < total]
+
+    for start in range(total):
+        for stop in (start, start + 1, start + 2, start + 9, total, total + 4):
+            expected = [position for position in starts if start <= position < stop]
+            found = shards.document_starts(start, stop)
+            assert found.dtype == np.int64
+            assert found.tolist() == expected, (start, stop)
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 4, 1000])
+def test_the_lengths_of_documents_are_known(tmp_path: Path, shard_tokens: int) -> None:
+    shards = documents_of(tmp_path / "s", LENGTHS, shard_tokens, unfinished=5)
+
+    assert np.concatenate(list(shards.document_lengths())).tolist() == LENGTHS
+    assert shards.documents == len(LENGTHS)
+
+
+def test_a_set_of_one_unfinished_document_begins_once(tmp_path: Path) -> None:
+    shards = documents_of(tmp_path / "s", [], 4, unfinished=9)
+
+    assert shards.document_starts(0, 9).tolist() == [0]
+    assert shards.document_starts(1, 9).tolist() == []
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 16, 17, 50])
+def test_files_that_are_left_anywhere_are_gone_on_with_to_equal_ones(tmp_path: Path, cut: int) -> None:
+    tokens = np.frombuffer((TEXT * 2).encode(), np.uint8)
+
+    def write(files: ShardFiles, part: npt.NDArray[np.uint8]) -> None:
+        for token in part:
+            files.write(np.array([token]))
+            if token == ord("."):
+                files.end_document()
+
+    contents = []
+    for name, left in (("whole", None), ("resumed", cut)):
+        folder = tmp_path / name
+        folder.mkdir()
+        files = ShardFiles(folder, tokenizer=CharTokenizer(), shard_tokens=16)
+        if left is not None:
+            write(files, tokens[:left])
+            state = json.loads(json.dumps(files.saved()))
+            write(files, tokens[left : left + 40])  # lost, as after a kill
+            files.close()
+            files = ShardFiles(folder, tokenizer=CharTokenizer(), shard_tokens=16, state=state)
+        write(files, tokens[left or 0 :])
+        files.finish({})
+        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+
+    assert contents[0] == contents[1]
+    ShardSet(tmp_path / "resumed").verify()
+
+
+def test_files_that_somebody_has_shortened_are_not_gone_on_with(tmp_path: Path) -> None:
+    files = ShardFiles(tmp_path, tokenizer=CharTokenizer())
+    files.write(np.ones(100, np.uint8))
+    state = files.saved()
+    files.close()
+    os.truncate(tmp_path / "shard_00000.bin", 99)
+
+    with pytest.raises(OSError, match="shorter than it was"):
+        ShardFiles(tmp_path, tokenizer=CharTokenizer(), state=state)
 
 
 def test_a_folder_is_prepared_when_it_has_an_index(tmp_path: Path) -> None:
@@ -241,6 +347,147 @@ def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, *, pid: int | None = No
         ShardWriter(folder, tokenizer=CharTokenizer()).__enter__()
     (partial,) = set(folder.parent.iterdir()) - before
     return partial
+
+
+def test_maps_are_dropped_before_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speedtronic.data.shards._MOST_MAPPED", 5)
+    shards = ShardSet(make(tmp_path / "s", shard_tokens=1))
+    mapped = []
+    np_memmap = np.memmap
+
+    def counted(*args: Any, **options: Any) -> Any:
+        mapped.append(weakref.ref(array := np_memmap(*args, **options)))
+        return array
+
+    monkeypatch.setattr("numpy.memmap", counted)
+
+    assert read(shards, 0, 106) == [*TEXT.encode(), 0]
+    assert len(mapped) == 106
+    assert sum(reference() is not None for reference in mapped) <= 5
+
+
+# What a process has read and how much of files it holds, in bytes; and a set of shards whose files are all hole.
+MEASURES = """
+import json, os, sys
+from pathlib import Path
+import numpy as np
+from speedtronic.data import shards as module
+from speedtronic.data.shards import ShardSet
+
+def read_bytes():
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+def resident(field="RssFile"):
+    return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
+
+row = np.empty(129, np.int64)
+"""
+
+
+def hollow(folder: Path, shards: int, shard_tokens: int) -> Path:
+    """A set without a single document, whose files take no room on the disk."""
+    make(folder, "", shard_tokens=shard_tokens)
+    empty = "0" * 64
+
+    def change(index: dict[str, Any]) -> None:
+        entries = [
+            {
+                "file": f"shard_{number:05d}.bin",
+                "tokens": shard_tokens,
+                "sha256": empty,
+                "documents_file": f"shard_{number:05d}.idx",
+                "documents": 0,
+                "documents_sha256": empty,
+            }
+            for number in range(shards)
+        ]
+        index.update(tokens=shards * shard_tokens, documents=0, shards=entries)
+
+    edit_index(folder, change)
+    for number in range(shards):
+        tokens = folder / f"shard_{number:05d}.bin"
+        tokens.write_bytes(struct.pack("<8sIIQ8x", b"SPDTRNC\0", 2, 2, shard_tokens))
+        os.truncate(tokens, 32 + 2 * shard_tokens)
+        tokens.with_suffix(".idx").write_bytes(struct.pack("<8sIIQ8x", b"SPDTDOC\0", 2, 8, 0))
+    return folder
+
+
+def measured(code: str, folder: Path) -> Any:
+    found = subprocess.run(
+        [sys.executable, "-c", MEASURES + code, str(folder)], check=True, capture_output=True, text=True
+    )
+    return json.loads(found.stdout)
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what is measured")
+
+
+@on_linux
+def test_any_sample_costs_the_same_number_of_bytes(tmp_path: Path) -> None:
+    code = """
+costs = []
+for sample in (1, 10**6):
+    shards = ShardSet(sys.argv[1])
+    before = read_bytes(), resident()
+    shards.read(sample * 128, row)
+    costs.append([read_bytes() - before[0], resident() - before[1]])
+print(json.dumps(costs))
+"""
+    first, millionth = measured(code, hollow(tmp_path / "s", 5, 2**25))
+
+    assert millionth[0] <= first[0]
+    assert millionth[1] <= first[1] <= 256 * 2**10
+
+
+@on_linux
+def test_opening_a_thousand_shards_and_reading_a_sample_reads_headers_only(tmp_path: Path) -> None:
+    code = """
+before = read_bytes(), resident()
+shards = ShardSet(sys.argv[1])
+shards.read(500 * 2**20, row)
+print(json.dumps([read_bytes() - before[0], resident() - before[1]]))
+"""
+    folder = hollow(tmp_path / "s", 1000, 2**20)
+    read, grown = measured(code, folder)
+
+    assert read <= (folder / "index.json").stat().st_size + 2 * 1000 * 32 + 4096
+    assert grown <= 2**20
+
+
+READ_ALL_OVER = """
+module._MOST_RESIDENT = {limit} * 2**20
+shards = ShardSet(sys.argv[1])
+step = {step}
+for start in {order}:
+    shards.read(start * step, row)
+print(resident("VmHWM"))
+"""
+
+
+def peak(folder: Path, limit: int, order: str) -> int:
+    """The most memory of a process that reads at multiples of 64 kB, in bytes."""
+    size: int = measured(READ_ALL_OVER.format(limit=limit, step=2**15, order=order), folder)
+    return size
+
+
+@on_linux
+@pytest.mark.parametrize("order", ["range(2500)", "np.random.default_rng(0).permutation(2500).tolist()"])
+def test_memory_does_not_grow_with_what_is_read(tmp_path: Path, order: str) -> None:
+    folder = hollow(tmp_path / "s", 5, 2**24)
+
+    grown = peak(folder, 32, order) - peak(folder, 32, "range(1)")
+
+    assert grown <= 40 * 2**20  # of the 160 MB that were read
+
+
+@on_linux
+@pytest.mark.slow
+def test_memory_does_not_grow_with_a_shard_of_gigabytes(tmp_path: Path) -> None:
+    folder = hollow(tmp_path / "s", 1, 2**31)
+
+    grown = peak(folder, 256, "range(len(shards) // step)") - peak(folder, 256, "range(1)")
+
+    assert grown <= 270 * 2**20
 
 
 def test_leftovers_of_dead_processes_of_this_host_are_removed(

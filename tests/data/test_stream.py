@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, get_worker_info
 
 from speedtronic.data import BatchStream, SyntheticTokenDataset, TokenLoader, infinite_batches
 from speedtronic.errors import DataError
@@ -59,8 +59,16 @@ def test_a_pass_that_yields_nothing_is_an_error_later_too() -> None:
 
     stream = batch_stream(iter([1]))
     next(stream)
-    with pytest.raises(DataError, match="can be read only once"):
+    with pytest.raises(DataError, match=r"it is an iterator \(list_iterator\), which can be read only once"):
         next(stream)
+
+
+def test_what_cannot_be_iterated_is_refused() -> None:
+    def yields_batches() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(DataError, match=r"must be an iterable of batches, not function; .* whose __iter__ calls it"):
+        batch_stream(yields_batches)
 
 
 def test_a_stream_goes_on_from_pass_to_pass() -> None:
@@ -232,3 +240,59 @@ def test_a_loader_restored_at_the_end_of_its_epoch_begins_the_next() -> None:
     resumed.load_state_dict(interrupted.state_dict())
 
     assert list(islice(resumed, 4)) == [1, 2, 3, 1]
+
+
+# ---------------------------------------------------------------------- loaders with a position of their own
+
+
+class Pair(Dataset[Any]):
+    """Eleven samples; without workers they hold noise from the global generator."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.zeros(1) if get_worker_info() else 0.1 * torch.rand(1)
+        return index + noise
+
+
+def stateful(num_workers: int, own: bool) -> Any:
+    library = pytest.importorskip("torchdata.stateful_dataloader")
+    generator = own_generator() if own else None
+    return library.StatefulDataLoader(Pair(), 2, shuffle=True, num_workers=num_workers, generator=generator)
+
+
+def check_that_it_continues(make: Callable[[], Any], done: int) -> None:
+    def seeded(seed: int) -> BatchStream:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        return batch_stream(make())
+
+    straight = train(seeded(0), 16)
+    interrupted = seeded(0)
+    interrupted.state_dict()  # as the trainer does before it begins
+    assert train(interrupted, done) == straight[:done]
+    state, rng = interrupted.state_dict(), capture_rng()
+
+    resumed = seeded(99)
+    resumed.load_state_dict(state)
+    restore_rng(rng)
+    resumed.state_dict()
+
+    assert train(resumed, 16 - done) == straight[done:]
+
+
+LIBRARY_WARNS = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
+@LIBRARY_WARNS
+@pytest.mark.parametrize("own", [False, True], ids=["global generator", "own generator"])
+@pytest.mark.parametrize("done", [0, 1, 4, 6, 7, 13])
+def test_a_stateful_loader_continues_at_its_own_position(done: int, own: bool) -> None:
+    check_that_it_continues(lambda: stateful(0, own), done)
+
+
+@LIBRARY_WARNS
+@pytest.mark.parametrize("done", [4, 6])
+def test_a_stateful_loader_with_workers_continues_at_its_own_position(done: int) -> None:
+    check_that_it_continues(lambda: stateful(2, own=True), done)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from speedtronic.data.tokenizers import (
     CharTokenizer,
     CorpusCharTokenizer,
+    IdArray,
     StreamDecoder,
     encode_pieces,
+    encode_texts,
     spec_fingerprint,
     tokenizer_from_spec,
 )
@@ -165,6 +167,35 @@ def test_a_stream_holds_back_what_any_tokenizer_cannot_decode_yet() -> None:
     assert pieces == ["", "a", "", "ñ"]
     decoder.push(0)
     assert decoder.flush() == "\ufffd"
+
+
+def test_a_tail_that_never_becomes_a_character_is_not_held_back_forever() -> None:
+    longest = 0
+
+    class Counting(PairTokenizer):
+        def decode(self, ids: Iterable[int]) -> str:
+            nonlocal longest
+            tokens = list(ids)
+            longest = max(longest, len(tokens))
+            return "\ufffd" * len(tokens)
+
+    decoder = StreamDecoder(Counting())
+    streamed = "".join(decoder.push(0) for _ in range(1000)) + decoder.flush()
+
+    assert streamed == "\ufffd" * 1000
+    assert longest <= 8
+
+
+def test_texts_are_encoded_by_whichever_way_a_tokenizer_has() -> None:
+    texts = ["ab", "", "ñ"]
+
+    class InBatches(PairTokenizer):
+        def encode_batch(self, texts: Sequence[str]) -> list[IdArray]:
+            return [np.array([len(text)], np.uint32) for text in texts]
+
+    assert [ids.tolist() for ids in encode_texts(CharTokenizer(), texts)] == [[97, 98], [], [0xC3, 0xB1]]
+    assert [ids.tolist() for ids in encode_texts(PairTokenizer(), texts)] == [[0, 97, 0, 98], [], [0, 241]]
+    assert [ids.tolist() for ids in encode_texts(InBatches(), texts)] == [[2], [0], [1]]
 
 
 def test_only_a_characterwise_tokenizer_sees_text_in_pieces() -> None:

@@ -398,6 +398,72 @@ def test_left_padding_with_a_mask_equals_no_padding(mask_dtype: torch.dtype) -> 
     )
 
 
+# Two rows into which documents of these lengths are packed.
+PACKED = ((5, 4, 3), (1, 11))
+
+
+def packed_ids() -> Tensor:
+    return torch.tensor([[number for number, length in enumerate(row) for _ in range(length)] for row in PACKED])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_packed_documents_with_a_mask_equal_documents_that_stand_alone(recompute: bool) -> None:
+    packed, alone = tiny(), tiny()
+    enlarge(packed)
+    enlarge(alone)
+    packed.set_gradient_checkpointing(recompute)
+    ids, labels = tokens(), tokens(seed=4)
+    out = packed(ids, labels, document_ids=packed_ids())
+    out["loss"].backward()
+    logits = []
+    for row, lengths in enumerate(PACKED):
+        documents = zip(ids[row].split(lengths), labels[row].split(lengths), strict=True)
+        outputs = [alone(document[None], targets[None]) for document, targets in documents]
+        for length, output in zip(lengths, outputs, strict=True):
+            (output["loss"] * length / ids.numel()).backward()
+        logits.append(torch.cat([output["logits"][0] for output in outputs]))
+    torch.testing.assert_close(out["logits"], torch.stack(logits), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(packed.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_document_mask_and_an_attention_mask_act_together() -> None:
+    model, ids = tiny(), tokens()
+    enlarge(model)
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[:, 6] = False  # a hole in the second document of the first row and of the second
+    both = model(ids, attention_mask=real, document_ids=packed_ids())["logits"]
+    changed = ids.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % TINY["vocab_size"]
+    unseen = model(changed, attention_mask=real, document_ids=packed_ids())["logits"]
+    torch.testing.assert_close(both[:, 7:], unseen[:, 7:])
+    documents = model(ids, document_ids=packed_ids())["logits"]
+    assert (both[:, 7:9] - documents[:, 7:9]).abs().amax() > 1e-3
+    torch.testing.assert_close(both[0, 9:], documents[0, 9:])  # the third document never saw the hole
+
+
+def test_one_document_is_plain_causal_attention() -> None:
+    model, ids = tiny(), tokens()
+    enlarge(model)
+    masked = model(ids, document_ids=torch.full_like(ids, 3))["logits"]
+    torch.testing.assert_close(masked, model(ids)["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_mask_is_made_once_for_all_layers() -> None:
+    masks = []
+    original = nn.functional.scaled_dot_product_attention
+
+    def spy(*tensors: Tensor, **options: Any) -> Tensor:
+        masks.append(options["attn_mask"])
+        return original(*tensors, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "scaled_dot_product_attention", spy)
+        tiny()(tokens(), document_ids=packed_ids())
+    assert masks[0] is masks[1]
+    assert (masks[0].shape, masks[0].dtype) == ((2, 1, 12, 12), torch.bool)
+
+
 def test_a_row_of_nothing_but_padding_stays_finite() -> None:
     model, ids = tiny(), tokens()
     mask = torch.ones(2, 12, dtype=torch.bool)
@@ -417,6 +483,8 @@ def test_shapes_that_do_not_fit_are_refused_with_both_sizes() -> None:
         model(tokens()[0])
     with pytest.raises(ValueError, match=r"attention_mask of shape \(2, 11\).*\(2, 12\)"):
         model(tokens(), attention_mask=torch.ones(2, 11))
+    with pytest.raises(ValueError, match=r"document_ids of shape \(12,\).*\(2, 12\)"):
+        model(tokens(), document_ids=torch.zeros(12, dtype=torch.long))
     with pytest.raises(ValueError, match=r"\(2, 10\).*\(2, 12, 23\)"):
         model(tokens(), torch.zeros(2, 10, dtype=torch.long))
 
@@ -579,6 +647,7 @@ def test_a_training_step_reads_nothing_back_from_the_device() -> None:
     mask = torch.ones_like(ids, dtype=torch.bool)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(ids, ids, mask)["loss"].backward()
+        model(ids, ids, mask, torch.zeros_like(ids))["loss"].backward()
         model(ids, torch.full_like(ids, -100))["loss"].backward()
     operations = {event.key for event in profiler.key_averages()}
     assert "aten::scaled_dot_product_attention" in operations
@@ -606,8 +675,9 @@ def test_the_model_compiles_without_a_graph_break(recompute: bool) -> None:
     model.set_gradient_checkpointing(recompute)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     labels = torch.full_like(ids, -100)
-    for mask in (None, torch.ones_like(ids, dtype=torch.bool)):
-        expected, out = model(ids, labels, mask), compiled(ids, labels, mask)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    for masks in ((None, None), (mask, None), (None, packed_ids()), (mask, packed_ids())):
+        expected, out = model(ids, labels, *masks), compiled(ids, labels, *masks)
         torch.testing.assert_close(out["logits"], expected["logits"])
         out["loss"].backward()
         assert out["loss"].item() == 0.0

@@ -13,7 +13,7 @@ from speedtronic.checkpoint.files import FileSystem
 from speedtronic.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from speedtronic.errors import CheckpointError
 
-_NAME = re.compile(r"step_(?P<step>\d{12,})(?:-(?P<run>[0-9a-f]{8})(?:-new)?)?")
+_NAME = re.compile(r"step_(?P<step>[0-9]{12,})(?:-(?P<run>[0-9a-f]{8})(?:-new)?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,11 @@ class CheckpointEntry:
         """Its place among the saves of its run; 0 when that cannot be read."""
         return self.manifest.sequence if self.manifest else 0
 
+    @property
+    def eval_loss(self) -> float | None:
+        """The loss on held-out data; None when it was not measured, or that cannot be read."""
+        return self.manifest.eval_loss if self.manifest else None
+
     def may_belong_to(self, run_id: str) -> bool:
         """Whether it is of this run, or does not tell."""
         if self.manifest is not None:
@@ -57,10 +62,16 @@ def checkpoint_name(step: int) -> str:
 
 
 def scan(fs: FileSystem, directory: Path) -> list[CheckpointEntry]:
-    """All checkpoints in a folder, of every run, by step; none when there is no such folder."""
-    if not directory.is_dir():
-        return []
-    found = [inspect(fs, path) for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    """All checkpoints in a folder, of every run, by step; none when there is no such folder.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)] if directory.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read: {error.strerror or error}") from error
+    found = [inspect(fs, path) for path in paths]
     # A run that is training may have removed one in the meantime.
     still_there = [entry for entry in found if os.path.lexists(entry.path)]
     return sorted(still_there, key=lambda entry: (entry.step, entry.path.name))
@@ -78,6 +89,8 @@ def inspect(fs: FileSystem, path: Path) -> CheckpointEntry:
             raise CheckpointError(f"{MANIFEST} says step {manifest.step}")
     except CheckpointError as error:
         return CheckpointEntry(path, step, _size_of(path), None, str(error))
+    except OSError as error:
+        return CheckpointEntry(path, step, 0, None, f"it cannot be read: {error.strerror or error}")
     return CheckpointEntry(path, step, _size_of(path), manifest, _missing_or_cut(path, manifest))
 
 
@@ -96,6 +109,12 @@ def newest_first(entries: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
     return sorted(readable, key=lambda entry: (last_saved[entry.run_id], entry.run_id, entry.sequence), reverse=True)
 
 
+def by_eval_loss(newest_first: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
+    """Those that were evaluated, the best first; of equal ones the newer."""
+    ranked = [(entry.eval_loss, age, entry) for age, entry in enumerate(newest_first) if entry.eval_loss is not None]
+    return [entry for _, _, entry in sorted(ranked)]
+
+
 def _missing_or_cut(path: Path, manifest: Manifest) -> str | None:
     for name, record in manifest.files.items():
         try:
@@ -110,9 +129,7 @@ def _missing_or_cut(path: Path, manifest: Manifest) -> str | None:
 
 
 def _size_of(path: Path) -> int:
-    if path.is_symlink():
-        return 0
     try:
-        return sum(file.lstat().st_size for file in path.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
+        return 0 if path.is_symlink() else sum(file.lstat().st_size for file in path.iterdir())
+    except OSError:
         return 0

@@ -7,12 +7,13 @@ is needed).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import NamedTuple
 
 from speedtronic.errors import CheckpointError
 
-_CHUNK = 16 * 2**20  # bytes hashed and written at a time: small enough to be hashed while still in the cache
+# Bytes hashed and written at a time: small enough to be written while still in the cache, and for a pause to come soon.
+_CHUNK = 2 * 2**20
 
 
 class FileSystem:
@@ -35,7 +37,10 @@ class FileSystem:
 
     def write(self, file: FileIO, data: memoryview) -> None:
         while data:
-            data = data[file.write(data) :]
+            written = file.write(data)
+            if not written:
+                raise OSError(errno.EIO, "the disk takes no more bytes, and does not say why")
+            data = data[written:]
 
     def sync(self, file: FileIO) -> None:
         """Return when the file's bytes are on the disk, and not merely in its cache."""
@@ -92,8 +97,17 @@ def ensure_directory(fs: FileSystem, path: Path) -> None:
         fs.sync_directory(folder.parent)
 
 
-def write_file(fs: FileSystem, path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+def no_pause() -> None:
+    """Write as fast as the disk takes it."""
+
+
+def write_file(
+    fs: FileSystem, path: Path, chunks: Iterable[bytes | memoryview], pause: Callable[[], None] = no_pause
+) -> FileRecord:
     """Write a new file and return when it is on the disk.
+
+    Args:
+        pause: called after each part of a few megabytes, to slow the writing down.
 
     Raises:
         OSError: the disk is full, or failed; what was written is left for the caller to remove.
@@ -107,6 +121,7 @@ def write_file(fs: FileSystem, path: Path, chunks: Iterable[bytes | memoryview])
                 part = view[start : start + _CHUNK]
                 digest.update(part)
                 fs.write(file, part)
+                pause()
             size += len(view)
         fs.sync(file)
     return FileRecord(size, digest.hexdigest())

@@ -19,24 +19,26 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from speedtronic.checkpoint.entries import (
     CheckpointEntry,
+    by_eval_loss,
     checkpoint_name,
     inspect,
     newest_first,
     of_run,
     scan,
 )
-from speedtronic.checkpoint.files import FileSystem, copy_file, ensure_directory, replace_file, write_file
+from speedtronic.checkpoint.files import FileSystem, copy_file, ensure_directory, no_pause, replace_file, write_file
 from speedtronic.checkpoint.manifest import (
     FILES,
     MANIFEST,
@@ -46,13 +48,23 @@ from speedtronic.checkpoint.manifest import (
     current_versions,
     read_pointer,
 )
-from speedtronic.checkpoint.snapshot import Snapshot, check_files, read_state, take_snapshot, write_snapshot
+from speedtronic.checkpoint.pace import Pace, background_share
+from speedtronic.checkpoint.snapshot import (
+    Snapshot,
+    SnapshotBuffers,
+    check_files,
+    read_state,
+    take_snapshot,
+    write_snapshot,
+)
 from speedtronic.errors import CheckpointError
 from speedtronic.processes import process_is_alive
 
 LATEST = "latest.json"
 _TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
 _PICKLES = "*.pt"
+
+T = TypeVar("T")
 
 # Temporary folders that this process is filling: a process id in a name may be this one's by reuse.
 _being_written: set[Path] = set()
@@ -72,20 +84,26 @@ class CheckpointManager:
     Args:
         directory: the folder; made at the first save.
         every_steps: cadence of `should_save`, at least 1.
-        keep_last: how many of this run's checkpoints `prune` leaves, at least 1; None keeps all.
+        keep_last: how many of this run's newest checkpoints `prune` leaves, at least 1; None keeps all.
         enabled: False makes `should_save` always False and `save` an error; loading works.
+        every_minutes: another cadence of `should_save`, over 0: minutes from the start of the last save, at first from
+            the manager's own.
+        keep_every: `prune` also leaves this run's checkpoints of steps that are a multiple of it, at least 1.
+        keep_best: `prune` also leaves as many of this run's sound checkpoints with the lowest `eval_loss`; of equal
+            ones the newer.
         warn: told of a damaged checkpoint that was passed over, and of old ones that could not be removed.
         fs: the file system operations.
-        now: the time in UTC.
+        now: the time in UTC, which is only shown.
+        clock: the time in seconds, which never jumps.
 
     Attributes:
         run_id: hex; names this run in its checkpoints. Random at first; `load_latest` takes over the loaded
             run's.
 
-        loaded_path: the checkpoint that `load_latest` returned the state of.
+        loaded_path: the checkpoint that `load_latest` returned the state of, or `verified_path` the folder.
 
     Raises:
-        CheckpointError: a cadence or a count below 1.
+        CheckpointError: a cadence or a count that is too small.
     """
 
     def __init__(
@@ -95,32 +113,53 @@ class CheckpointManager:
         every_steps: int = 500,
         keep_last: int | None = 3,
         enabled: bool = True,
+        every_minutes: float | None = None,
+        keep_every: int | None = None,
+        keep_best: int = 0,
         warn: Callable[[str], None] = _warn,
         fs: FileSystem | None = None,
         now: Callable[[], datetime] = _utc_now,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if every_steps < 1:
             raise CheckpointError(f"checkpoint.every_steps: must be at least 1, got {every_steps}")
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"checkpoint.keep_last: must be at least 1, or null to keep all; got {keep_last}")
+        if every_minutes is not None and not every_minutes > 0:
+            raise CheckpointError(f"checkpoint.every_minutes: must be over 0, or null; got {every_minutes}")
+        if keep_every is not None and keep_every < 1:
+            raise CheckpointError(f"checkpoint.keep_every: must be at least 1, or null; got {keep_every}")
+        if keep_best < 0:
+            raise CheckpointError(f"checkpoint.keep_best: must be at least 0, got {keep_best}")
         self.directory = Path(directory)
         self.every_steps = every_steps
         self.keep_last = keep_last
         self.enabled = enabled
+        self.every_minutes = every_minutes
+        self.keep_every = keep_every
+        self.keep_best = keep_best
         # Not from the seeded generators: two runs of one seed are two runs.
         self.run_id = secrets.token_hex(16)
         self._warn = warn
         self._fs = fs or FileSystem()
         self._now = now
+        self._clock = clock
         self.loaded_path: Path | None = None
         self._saves = 0
+        self._last_start = clock()
         self._sound: set[Path] = set()
+        self._buffers = SnapshotBuffers()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[Path] | None = None
+        self._pace = Pace(1.0)
+        self._overtaken = False
         self._failure: BaseException | None = None
 
     def should_save(self, step: int) -> bool:
-        return self.enabled and step > 0 and step % self.every_steps == 0
+        """Whether a cadence asks for a checkpoint after `step`. Asking changes nothing; starting a save does."""
+        if not self.enabled or step <= 0:
+            return False
+        return step % self.every_steps == 0 or self._minutes_are_over()
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint, then remove those that `keep_last` no longer covers.
@@ -129,7 +168,7 @@ class CheckpointManager:
             step: the global step, at least 0. A checkpoint of this run at the same step is replaced.
             state: a tree of dicts (string or integer keys), lists, tuples, None, bool, int, float, str,
                 bytes, tensors and numpy arrays. `state["model"]` goes into a safetensors file of its own;
-                the manifest takes the loss from `state["metrics"]["loss"]` and the fingerprint of
+                the manifest takes `loss` and `eval_loss` from `state["metrics"]` and the fingerprint of
                 `state["config"]`, where they are.
 
         Returns:
@@ -141,28 +180,31 @@ class CheckpointManager:
             OSError: the disk is full, or failed. The checkpoints that were there remain, and no
                 half-written one.
         """
-        self._require_enabled()
-        self._settle()
-        return self._write(step, take_snapshot(state, copy=False))
+        self._begin(step)
+        return self._write(step, take_snapshot(state))
 
     def save_async(self, step: int, state: dict[str, Any]) -> Future[Path]:
         """Like `save`, but a background thread writes, from copies of the tensors taken before this returns.
 
-        One save is on its way at a time: a former one that still is, is waited for first.
+        The copies take as much memory as the state's tensors; it is kept for the next save, until `close`. Where
+        training keeps all processors busy, the thread takes little of them, until it is waited for. One save is on its
+        way at a time: a former one that still is, is waited for first.
 
         Returns:
             The future path. `wait` raises what the save raised, whether or not the future was asked.
 
         Raises:
             CheckpointError: the manager is disabled, or something in the state cannot be saved; the message
-                names it.
+                names it. Or there is no memory for the copies.
         """
-        self._require_enabled()
-        self._settle()
-        snapshot = take_snapshot(state, copy=True)
+        # At a cadence that leaves no time for a slow pace, full speed from now on takes less than waiting each time.
+        self._overtaken = self._overtaken or (self._pending is not None and not self._pending.done())
+        self._begin(step)
+        snapshot = take_snapshot(state, self._buffers)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
-        self._pending = self._writer.submit(self._write, step, snapshot)
+        self._pace = Pace(1.0 if self._overtaken else background_share(training_on_cpu=snapshot.on_cpu))
+        self._pending = self._writer.submit(self._write, step, snapshot, self._pace.pause)
         return self._pending
 
     def wait(self) -> None:
@@ -175,6 +217,17 @@ class CheckpointManager:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+
+    def close(self) -> None:
+        """Wait for the save on its way, and give back the memory of its snapshot and the thread.
+
+        What the save raised is left for `wait`. The manager can be used on; a later `save_async` takes both again.
+        """
+        self._settle()
+        self._buffers.release()
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
 
     def load_latest(self) -> dict[str, Any] | None:
         """The state in the newest sound checkpoint of the run that `latest.json` names.
@@ -191,25 +244,14 @@ class CheckpointManager:
             CheckpointError: there are checkpoints but none is sound, or they are of a newer format, or only
                 `.pt` files of version 2.0.
         """
-        self._settle()
-        entries = self.entries()
-        if not entries:
-            self._refuse_pickles()
-            return None
-        pointer = self._pointer()
-        if pointer is None:
-            self._warn(f"{self.directory / LATEST} is missing or damaged; looking for the newest sound checkpoint")
-        damaged: list[CheckpointEntry] = []
-        for entry in _candidates(entries, pointer):
-            try:
-                state = self._read(entry)
-            except (CheckpointError, OSError) as error:
-                damaged.append(replace(entry, problem=str(error)))
-            else:
-                self._adopt(entry, entries)
-                self._warn_of(damaged, entries, entry)
-                return state
-        raise CheckpointError(self._none_sound(damaged, entries))
+        return self._newest_sound_by(self._read)
+
+    def verified_path(self) -> Path | None:
+        """The folder of the checkpoint that `load_latest` would return, after every byte was compared.
+
+        Passes over damaged ones, takes over the run and raises as `load_latest` does.
+        """
+        return self._newest_sound_by(self._verified)
 
     def latest_path(self) -> Path | None:
         """The folder that `load_latest` would try first, by a quick look; None when there is none."""
@@ -219,7 +261,9 @@ class CheckpointManager:
         return next((entry.path for entry in candidates if entry.problem is None), None)
 
     def prune(self) -> list[Path]:
-        """Remove this run's checkpoints beyond the `keep_last` newest, but never its newest sound one.
+        """Remove this run's checkpoints that neither `keep_last`, `keep_every` nor `keep_best` covers.
+
+        Its newest sound one always stays, and so does one whose soundness a failing disk hides.
 
         Returns:
             The folders that were removed.
@@ -271,16 +315,46 @@ class CheckpointManager:
             raise CheckpointError(f"{path}: {error}") from error
         return entry.manifest
 
-    def _require_enabled(self) -> None:
+    def _begin(self, step: int) -> None:
         if not self.enabled:
             raise CheckpointError("checkpointing is off (checkpoint.enabled: false); there is nothing to save to")
+        if step < 0:
+            raise CheckpointError(f"a checkpoint's step is at least 0, got {step}")
+        self._settle()
+        self._last_start = self._clock()
+
+    def _minutes_are_over(self) -> bool:
+        return self.every_minutes is not None and self._clock() - self._last_start >= 60 * self.every_minutes
 
     def _settle(self) -> None:
         """Wait for the save that is on its way; what it raised is kept for `wait`."""
         if self._pending is not None:
+            self._pace.hurry()
             failure = self._pending.exception()
             self._pending = None
             self._failure = self._failure or failure
+
+    def _newest_sound_by(self, read: Callable[[CheckpointEntry], T]) -> T | None:
+        """What `read` makes of the newest checkpoint that it does not raise for."""
+        self._settle()
+        entries = self.entries()
+        if not entries:
+            self._refuse_pickles()
+            return None
+        pointer = self._pointer()
+        if pointer is None:
+            self._warn(f"{self.directory / LATEST} is missing or damaged; looking for the newest sound checkpoint")
+        damaged: list[CheckpointEntry] = []
+        for entry in _candidates(entries, pointer):
+            try:
+                result = read(entry)
+            except (CheckpointError, OSError) as error:
+                damaged.append(replace(entry, problem=str(error)))
+            else:
+                self._adopt(entry, entries)
+                self._warn_of(damaged, entries, entry)
+                return result
+        raise CheckpointError(self._none_sound(damaged, entries))
 
     def _pointer(self) -> Pointer | None:
         """What `latest.json` says, or None when it cannot be read."""
@@ -292,9 +366,11 @@ class CheckpointManager:
             return None
 
     def _read(self, entry: CheckpointEntry) -> dict[str, Any]:
-        if entry.manifest is None:
-            raise CheckpointError(entry.problem or "it has no manifest")
-        return read_state(self._fs, entry.path, entry.manifest)
+        return read_state(self._fs, entry.path, _manifest_of(entry))
+
+    def _verified(self, entry: CheckpointEntry) -> Path:
+        check_files(self._fs, entry.path, _manifest_of(entry))
+        return entry.path
 
     def _adopt(self, loaded: CheckpointEntry, entries: list[CheckpointEntry]) -> None:
         """Continue the run of a checkpoint that was just loaded."""
@@ -325,19 +401,21 @@ class CheckpointManager:
         )
 
     def _newest_sound(self, newest_first: list[CheckpointEntry]) -> CheckpointEntry | None:
-        return next((entry for entry in newest_first if self._is_sound(entry)), None)
+        return next((entry for entry in newest_first if self._soundness(entry) == "sound"), None)
 
-    def _is_sound(self, entry: CheckpointEntry) -> bool:
+    def _soundness(self, entry: CheckpointEntry) -> Literal["sound", "damaged", "unreadable"]:
         """Whether all its contents are as written; what this manager wrote or loaded is not read again."""
         if entry.manifest is None or entry.problem is not None:
-            return False
+            return "damaged"
         if entry.path not in self._sound:
             try:
                 check_files(self._fs, entry.path, entry.manifest)
-            except (CheckpointError, OSError):
-                return False
+            except CheckpointError:
+                return "damaged"
+            except OSError:
+                return "unreadable"
             self._sound.add(entry.path)
-        return True
+        return "sound"
 
     def _refuse_pickles(self) -> None:
         pickles = sorted(path.name for path in self.directory.glob(_PICKLES))
@@ -349,15 +427,16 @@ class CheckpointManager:
                 "safetensors.torch.save_file(state['model'], 'weights.safetensors')"
             )
 
-    def _write(self, step: int, snapshot: Snapshot) -> Path:
+    def _write(self, step: int, snapshot: Snapshot, pause: Callable[[], None] = no_pause) -> Path:
         def fill(folder: Path) -> None:
-            files = write_snapshot(self._fs, folder, snapshot)
+            files = write_snapshot(self._fs, folder, snapshot, pause)
             manifest = Manifest(
                 step=step,
                 sequence=self._saves,
                 run_id=self.run_id,
                 time=self._now().isoformat(timespec="milliseconds"),
                 loss=snapshot.loss,
+                eval_loss=snapshot.eval_loss,
                 config_sha256=snapshot.config_sha256,
                 versions=current_versions(),
                 files=files,
@@ -370,7 +449,7 @@ class CheckpointManager:
         self._sound.add(path)
         try:
             self._prune()
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._warn(f"old checkpoints in {self.directory} could not be removed: {error}")
         return path
 
@@ -378,13 +457,28 @@ class CheckpointManager:
         if self.keep_last is None:
             return []
         own = of_run(self.entries(), self.run_id)
-        surplus = own[self.keep_last :]
+        surplus = [entry for entry in own[self.keep_last :] if not self._is_milestone(entry.step)]
         if surplus:
-            sound = self._newest_sound(own)
-            surplus = [entry for entry in surplus if entry is not sound]
+            kept = self._first_sound(own, 1) | self._first_sound(by_eval_loss(own), self.keep_best)
+            surplus = [entry for entry in surplus if entry.path not in kept]
         for entry in surplus:
             self._remove(entry.path)
         return [entry.path for entry in surplus]
+
+    def _is_milestone(self, step: int) -> bool:
+        return self.keep_every is not None and step % self.keep_every == 0
+
+    def _first_sound(self, entries: Iterable[CheckpointEntry], count: int) -> set[Path]:
+        """The first `count` sound ones, and those between that the disk will not let be read: they may be sound."""
+        found: set[Path] = set()
+        for entry in entries:
+            if count == 0:
+                break
+            soundness = self._soundness(entry)
+            if soundness != "damaged":
+                found.add(entry.path)
+            count -= soundness == "sound"
+        return found
 
     def _receive(self, source: Path, manifest: Manifest) -> Path:
         """Install a copy of another folder's checkpoint."""
@@ -483,6 +577,12 @@ class CheckpointManager:
             return False
         pid = int(match[1])
         return path not in _being_written if pid == os.getpid() else not process_is_alive(pid)
+
+
+def _manifest_of(entry: CheckpointEntry) -> Manifest:
+    if entry.manifest is None:
+        raise CheckpointError(entry.problem or "it has no manifest")
+    return entry.manifest
 
 
 def _candidates(entries: list[CheckpointEntry], pointer: Pointer | None) -> list[CheckpointEntry]:

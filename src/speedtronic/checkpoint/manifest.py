@@ -32,12 +32,14 @@ STATE_TREE = "state.json"
 FILES = (MODEL_TENSORS, STATE_TENSORS, STATE_TREE)
 
 _LARGEST_MANIFEST = 2**20  # bytes
+_COUNTS = range(2**63)
 _MANIFEST_TYPES: Mapping[str, tuple[type, ...]] = {
     "step": (int,),
     "sequence": (int,),
     "run_id": (str,),
     "time": (str,),
     "loss": (float, NoneType),
+    "eval_loss": (float, NoneType),
     "config_sha256": (str, NoneType),
     "versions": (dict,),
 }
@@ -60,6 +62,7 @@ class Manifest:
         run_id: hex; the run it belongs to.
         time: when it was written, UTC, ISO 8601.
         loss: the loss of that step, when the state told and it was finite.
+        eval_loss: the loss of its weights on held-out data, likewise.
         config_sha256: fingerprint of the configuration in the state, or None.
         versions: of speedtronic, torch and python.
         files: size in bytes and SHA-256 of each file.
@@ -70,6 +73,7 @@ class Manifest:
     run_id: str
     time: str
     loss: float | None
+    eval_loss: float | None
     config_sha256: str | None
     versions: dict[str, str]
     files: dict[str, FileRecord]
@@ -141,8 +145,14 @@ def _validate(manifest: Manifest) -> None:
     _check_types(manifest, _MANIFEST_TYPES)
     for record in manifest.files.values():
         _check_types(record, _RECORD_TYPES)
-    if manifest.loss is not None and not math.isfinite(manifest.loss):
-        raise ValueError("its loss is not finite")
+    for name, count in {"step": manifest.step, "sequence": manifest.sequence}.items():
+        if count not in _COUNTS:
+            raise ValueError(f"its {name} is not a count")
+    for name, loss in {"loss": manifest.loss, "eval_loss": manifest.eval_loss}.items():
+        if loss is not None and not math.isfinite(loss):
+            raise ValueError(f"its {name} is not finite")
+    if not all(type(version) is str for version in manifest.versions.values()):
+        raise ValueError("its versions are not text")
     if datetime.fromisoformat(manifest.time).tzinfo is None:
         raise ValueError("its time lacks a zone")
     if not _RUN_ID.fullmatch(manifest.run_id):
@@ -164,9 +174,17 @@ def _read_sealed(fs: FileSystem, path: Path) -> dict[str, Any]:
         raise NewerFormatError(
             f"{path.name} has format {fields['format']}, this Speedtronic knows up to {FORMAT}; update it"
         )
-    if fields.pop("seal", None) != _checksum(fields) or fields.pop("format", None) != FORMAT:
+    if not _is_sealed(fields) or fields.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path.name} is damaged: its contents do not match its checksum")
     return fields
+
+
+def _is_sealed(fields: dict[str, Any]) -> bool:
+    """Whether the checksum in `fields`, which is taken out, is that of the rest."""
+    try:
+        return bool(fields.pop("seal", None) == _checksum(fields))
+    except RecursionError:  # nested more deeply than can be written again, which nothing of ours is
+        return False
 
 
 def _read(fs: FileSystem, path: Path) -> bytes:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from speedtronic.checkpoint.files import FileRecord, FileSystem, verified, write_file
+from speedtronic.checkpoint.files import FileRecord, FileSystem, no_pause, verified, write_file
+from speedtronic.checkpoint.image import TensorImage
 from speedtronic.checkpoint.manifest import FILES, MODEL_TENSORS, STATE_TENSORS, STATE_TREE, Manifest
 from speedtronic.checkpoint.tensors import read_tensors, tensor_chunks
 from speedtronic.checkpoint.tree import EncodedTree, decode, encode
@@ -20,56 +22,95 @@ from speedtronic.errors import CheckpointError
 _LARGEST_TREE = 256 * 2**20  # bytes
 
 
+class SnapshotBuffers:
+    """Memory for one snapshot, used again for the next: as much as the tensors of the state, which training holds too.
+
+    A new snapshot overwrites the one before it, which must have been written by then.
+    """
+
+    def __init__(self) -> None:
+        self.model = TensorImage()
+        self.rest = TensorImage()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.model.release()
+        self.rest.release()
+
+
 class Snapshot(NamedTuple):
-    """A state, encoded. The model's tensors stay apart: they get a file that other tools can read."""
+    """A state on its way to disk.
 
-    model: EncodedTree | None
-    rest: EncodedTree
+    Attributes:
+        trees: all that is not tensors, as JSON values.
+        model: the bytes of the file of the model's tensors, which other tools can read.
+        rest: the bytes of the file of all other tensors.
+        loss: what the state says, if it is finite.
+        eval_loss: what the state says, if it is finite.
+        config_sha256: the fingerprint of the configuration in the state.
+        on_cpu: whether no tensor is on another device.
+    """
+
+    trees: dict[str, Any]
+    model: Iterable[bytes | memoryview]
+    rest: Iterable[bytes | memoryview]
     loss: float | None
+    eval_loss: float | None
     config_sha256: str | None
+    on_cpu: bool
 
 
-def take_snapshot(state: Any, *, copy: bool) -> Snapshot:
-    """Encode a state; `copy` makes it independent of what training does to the tensors next.
+def take_snapshot(state: Any, buffers: SnapshotBuffers | None = None) -> Snapshot:
+    """Encode a state.
+
+    Args:
+        state: the tree, `state["model"]` the part that other tools may read.
+        buffers: where to copy the tensors, so that training may change them as soon as this returns. Without them the
+            tensors are read when they are written.
 
     Raises:
-        CheckpointError: something in the state cannot be saved; the message names its path.
+        CheckpointError: something in the state cannot be saved; the message names its path. Or there is no memory for
+            the copies.
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"state: a checkpoint's state is a dict, got {type(state).__name__}")
-    model = encode(state["model"], root="model") if "model" in state else None
+    model = encode(state["model"], root="model") if "model" in state else EncodedTree(None, {}, {})
     rest = encode({key: value for key, value in state.items() if key != "model"})
-    if copy:
-        model = model and _copied(model)
-        rest = _copied(rest)
-    return Snapshot(model, rest, _loss_of(state), _fingerprint(rest.tree.get("config")))
+    trees = {"state": rest.tree, **({"model": model.tree} if "model" in state else {})}
+    # Aliases stand in the header as the safetensors library's own `save_model` puts them there.
+    metadata = {"format": "pt", **model.aliases}
+    metrics = state.get("metrics")
+    return Snapshot(
+        trees,
+        _bytes_of_file(model.tensors, metadata, buffers.model if buffers else None),
+        _bytes_of_file(rest.tensors, {}, buffers.rest if buffers else None),
+        _finite(metrics, "loss"),
+        _finite(metrics, "eval_loss"),
+        _fingerprint(rest.tree.get("config")),
+        all(tensor.is_cpu for tensor in chain(model.tensors.values(), rest.tensors.values())),
+    )
 
 
-def write_snapshot(fs: FileSystem, directory: Path, snapshot: Snapshot) -> dict[str, FileRecord]:
+def write_snapshot(
+    fs: FileSystem, directory: Path, snapshot: Snapshot, pause: Callable[[], None] = no_pause
+) -> dict[str, FileRecord]:
     """Write the three files into an existing empty directory; they are on the disk on return.
+
+    Args:
+        pause: called after each part of a few megabytes.
 
     Raises:
         OSError: the disk is full, or failed.
         CheckpointError: what is not tensors in the state is too large to be loaded again.
     """
-    trees = {"state": snapshot.rest.tree}
-    if snapshot.model is not None:
-        trees["model"] = snapshot.model.tree
-    text = json.dumps(trees, allow_nan=False, separators=(",", ":")).encode("ascii")
+    text = json.dumps(snapshot.trees, allow_nan=False, separators=(",", ":")).encode("ascii")
     if len(text) > _LARGEST_TREE:
         raise CheckpointError(
             f"state: all that is not tensors takes {len(text)} bytes, the limit is {_LARGEST_TREE}; "
             "keep large data in tensors or arrays"
         )
-    model_tensors = snapshot.model.tensors if snapshot.model else {}
-    aliases = snapshot.model.aliases if snapshot.model else {}
-    # Aliases stand in the header as the safetensors library's own `save_model` puts them there.
-    model_chunks = tensor_chunks(model_tensors, {"format": "pt", **aliases})
-    return {
-        MODEL_TENSORS: write_file(fs, directory / MODEL_TENSORS, model_chunks),
-        STATE_TENSORS: write_file(fs, directory / STATE_TENSORS, tensor_chunks(snapshot.rest.tensors, {})),
-        STATE_TREE: write_file(fs, directory / STATE_TREE, [text]),
-    }
+    contents = {MODEL_TENSORS: snapshot.model, STATE_TENSORS: snapshot.rest, STATE_TREE: [text]}
+    return {name: write_file(fs, directory / name, chunks, pause) for name, chunks in contents.items()}
 
 
 def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str, Any]:
@@ -81,16 +122,15 @@ def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str,
     """
     rest_tensors = _read_tensor_file(fs, directory / STATE_TENSORS, manifest.files[STATE_TENSORS])
     model_tensors = _read_tensor_file(fs, directory / MODEL_TENSORS, manifest.files[MODEL_TENSORS])
+    trees = _read_tree_file(fs, directory / STATE_TREE, manifest.files[STATE_TREE])
     try:
-        trees = _read_tree_file(fs, directory / STATE_TREE, manifest.files[STATE_TREE])
         state = decode(trees["state"], rest_tensors)
-        if "model" in trees:
-            state["model"] = decode(trees["model"], model_tensors)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{STATE_TREE} is malformed: {error}") from error
+        model = {"model": decode(trees["model"], model_tensors)} if "model" in trees else {}
+    except CheckpointError as error:
+        raise CheckpointError(f"{STATE_TREE}: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{STATE_TREE} does not hold a state")
-    return state
+    return {**state, **model}
 
 
 def check_files(fs: FileSystem, directory: Path, manifest: Manifest) -> None:
@@ -108,15 +148,18 @@ def check_files(fs: FileSystem, directory: Path, manifest: Manifest) -> None:
                 reader.read_into(buffer[: record.size - start])
 
 
-def _copied(encoded: EncodedTree) -> EncodedTree:
-    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in encoded.tensors.items()}
-    return encoded._replace(tensors=tensors)
+def _bytes_of_file(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], image: TensorImage | None
+) -> Iterable[bytes | memoryview]:
+    if image is None:
+        return tensor_chunks(tensors, metadata)
+    image.fill(tensors, metadata)
+    return image.chunks()
 
 
-def _loss_of(state: Mapping[str, Any]) -> float | None:
-    metrics = state.get("metrics")
-    loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
-    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+def _finite(metrics: Any, name: str) -> float | None:
+    number = metrics.get(name) if isinstance(metrics, Mapping) else None
+    return float(number) if isinstance(number, (int, float)) and math.isfinite(number) else None
 
 
 def _fingerprint(config: Any) -> str | None:
@@ -131,10 +174,16 @@ def _read_tensor_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[st
         return read_tensors(reader.read_into, record.size)
 
 
-def _read_tree_file(fs: FileSystem, path: Path, record: FileRecord) -> Any:
+def _read_tree_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Any]:
     if record.size > _LARGEST_TREE:
         raise CheckpointError(f"{path.name} is damaged: it is larger than {_LARGEST_TREE} bytes")
     text = bytearray(record.size)
     with verified(fs, path, record) as reader:
         reader.read_into(memoryview(text))
-    return json.loads(text)
+    try:
+        trees = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is damaged: {error}") from error
+    if not isinstance(trees, dict) or "state" not in trees:
+        raise CheckpointError(f"{path.name} does not hold a state")
+    return trees

@@ -9,9 +9,8 @@ reads each tensor straight into memory of its own.
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +48,23 @@ def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
         tensors: real dense tensors of the dtypes in `DTYPE_NAMES`, any shape, strides and device.
         metadata: text that goes into the header.
     """
-    # Wide items first, so that each tensor starts at a multiple of its item size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    yield safetensors_header(tensors, metadata)
+    for name in file_order(tensors):
+        yield _bytes_of(tensors[name].cpu().contiguous())
+
+
+def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Wide items first, so that each tensor starts at a multiple of its item size."""
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+
+
+def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """What stands in the file before the data, which is that of the tensors in `file_order`."""
     header: dict[str, Any] = {RESERVED_NAME: dict(metadata)}
     offset = 0
-    for name in names:
+    for name in file_order(tensors):
         tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.itemsize
+        end = offset + tensor.nbytes
         header[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -64,9 +73,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    for name in names:
-        yield _bytes_of(tensors[name].cpu().contiguous())
+    return struct.pack("<Q", len(text)) + text
 
 
 def read_tensors(read_into: Callable[[memoryview], None], size: int) -> dict[str, Tensor]:
@@ -79,20 +86,13 @@ def read_tensors(read_into: Callable[[memoryview], None], size: int) -> dict[str
     Raises:
         CheckpointError: the header is not that of a safetensors file of this size.
     """
-    length = struct.unpack("<Q", _read(read_into, min(8, size)).ljust(8, b"\xff"))[0]
-    if length > min(_LONGEST_HEADER, size - 8):
-        raise CheckpointError("not a safetensors file: its header is longer than the file")
-    places = _places(_read(read_into, length), size - 8 - length)
-    tensors = {}
-    for place in places:
-        tensor = _empty(place)
-        if tensor.numel():
-            read_into(_bytes_of(tensor))
-        tensors[place.name] = tensor
-    return tensors
+    header = read_header(read_into, size)
+    return {place.name: read_tensor(read_into, place) for place in header.places}
 
 
-class _Place(NamedTuple):
+class TensorPlace(NamedTuple):
+    """Where a tensor lies in a safetensors stream, in bytes from the end of the header, and what it is."""
+
     begin: int
     end: int
     name: str
@@ -100,37 +100,88 @@ class _Place(NamedTuple):
     shape: list[int]
 
 
-def _places(header: bytes, data_size: int) -> list[_Place]:
-    """Where each tensor lies, in the order of the data, when together they fill it exactly."""
+class TensorHeader(NamedTuple):
+    """What a safetensors stream says of itself.
+
+    Attributes:
+        places: of the tensors, in the order of the data, which they fill without holes.
+        metadata: the free text in the header.
+        size: bytes of the header, after which the data begins.
+    """
+
+    places: list[TensorPlace]
+    metadata: dict[str, str]
+    size: int
+
+
+def read_header(read_into: Callable[[memoryview], None], size: int) -> TensorHeader:
+    """Read what stands before the data. Arguments and errors as in `read_tensors`."""
+    length = struct.unpack("<Q", _read(read_into, min(8, size)).ljust(8, b"\xff"))[0]
+    if length > min(_LONGEST_HEADER, size - 8):
+        raise CheckpointError("not a safetensors file: its header is longer than the file")
+    text = _read(read_into, length)
     try:
-        entries = json.loads(header)
-        entries.pop(RESERVED_NAME, None)
+        entries = json.loads(text)
+        metadata = _metadata(entries.pop(RESERVED_NAME, None) or {})
         places = sorted(_place(name, entry) for name, entry in entries.items())
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"not a safetensors header: {type(error).__name__}: {error}") from error
+    _check_places(places, size - 8 - length)
+    return TensorHeader(places, metadata, 8 + length)
+
+
+def read_tensor(read_into: Callable[[memoryview], None], place: TensorPlace) -> Tensor:
+    """Read the tensor at which a stream stands into memory of its own."""
+    try:
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        data = _bytes_of(tensor)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"safetensors header: cannot make {place.name!r}: {error}") from error
+    if tensor.numel():
+        read_into(data)
+    return tensor
+
+
+def element_count(shape: Sequence[int], most: int) -> int:
+    """How many elements a shape from a file has. Beyond `most` it is not the exact number, which may be absurd.
+
+    Raises:
+        ValueError: these are not counts.
+    """
+    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError("a shape is a list of counts")
+    count = int(0 not in shape)
+    for length in shape:
+        count *= length
+        if count > most:
+            break
+    return count
+
+
+def _check_places(places: list[TensorPlace], data_size: int) -> None:
+    """Raise CheckpointError unless the tensors together fill the data exactly."""
     position = 0
     for place in places:
-        if place.begin != position or place.end - place.begin != math.prod(place.shape) * place.dtype.itemsize:
-            raise CheckpointError(f"safetensors header: {place.name} does not lie where its shape and dtype say")
+        size = element_count(place.shape, data_size) * place.dtype.itemsize
+        if place.begin != position or place.end - position != size:
+            raise CheckpointError(f"safetensors header: {place.name!r} does not lie where its shape and dtype say")
         position = place.end
     if position != data_size:
         raise CheckpointError(f"safetensors header: {position} bytes of tensors in {data_size} bytes of data")
-    return places
 
 
-def _place(name: str, entry: dict[str, Any]) -> _Place:
+def _place(name: str, entry: dict[str, Any]) -> TensorPlace:
     begin, end = entry["data_offsets"]
-    shape = entry["shape"]
-    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
-        raise ValueError(f"{name} has a shape or offsets that are not counts")
-    return _Place(begin, end, name, _DTYPES[entry["dtype"]], shape)
+    if not all(type(offset) is int and offset >= 0 for offset in (begin, end)):
+        raise ValueError(f"{name!r} has offsets that are not counts")
+    element_count(entry["shape"], 0)
+    return TensorPlace(begin, end, name, _DTYPES[entry["dtype"]], entry["shape"])
 
 
-def _empty(place: _Place) -> Tensor:
-    try:
-        return torch.empty(place.shape, dtype=place.dtype)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise CheckpointError(f"safetensors header: cannot make {place.name}: {error}") from error
+def _metadata(held: Any) -> dict[str, str]:
+    if not isinstance(held, dict) or not all(isinstance(text, str) for text in held.values()):
+        raise TypeError(f"{RESERVED_NAME} is not a mapping from text to text")
+    return held
 
 
 def _read(read_into: Callable[[memoryview], None], count: int) -> bytes:

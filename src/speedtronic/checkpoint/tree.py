@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtronic.checkpoint.tensors import DTYPE_NAMES, RESERVED_NAME
+from speedtronic.checkpoint.tensors import DTYPE_NAMES, RESERVED_NAME, element_count
 from speedtronic.errors import CheckpointError
 
 _INT64 = range(-(2**63), 2**63)
@@ -62,7 +62,7 @@ def encode(tree: Any, *, root: str = "") -> EncodedTree:
     """
     encoder = _Encoder(root)
     try:
-        encoded = encoder.encode(tree, ())
+        encoded = encoder.encode(tree, "")
     except RecursionError:
         raise CheckpointError(f"{root or 'state'}: nested too deeply, or it contains itself") from None
     return EncodedTree(encoded, encoder.tensors, encoder.aliases)
@@ -85,22 +85,24 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     try:
         return _decode(encoded, tensors)
-    except (KeyError, TypeError, ValueError, RecursionError, RuntimeError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"malformed state tree: {type(error).__name__}: {error}") from error
 
 
-_Path = tuple[str, ...]
-
-
 class _Encoder:
+    """Paths are dotted names here, those of the tensors. A state may have tens of thousands of nodes, and training
+    waits for this: nothing is computed for a node that is not needed for it."""
+
     def __init__(self, root: str) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._root = root
-        self._names_by_memory: dict[tuple[Any, ...], str] = {}
+        self._seen: dict[int, list[tuple[Tensor, str]]] = {}
 
-    def encode(self, value: Any, path: _Path) -> Any:
-        if value is None or isinstance(value, bool | str):
+    def encode(self, value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, int):
             return _encode_int(value)
@@ -114,8 +116,6 @@ class _Encoder:
             return {"$tuple": self._items(value, path)}
         if isinstance(value, bytes):
             return {"$bytes": base64.b64encode(value).decode("ascii")}
-        if isinstance(value, Tensor):
-            return self._tensor(value, path)
         if type(value) is np.ndarray:
             return self._array(value, path)
         raise self._error(
@@ -124,47 +124,54 @@ class _Encoder:
             "float, str, bytes, tensors and numpy arrays",
         )
 
-    def _items(self, values: Iterable[Any], path: _Path) -> list[Any]:
-        return [self.encode(item, (*path, str(index))) for index, item in enumerate(values)]
+    def _items(self, values: Iterable[Any], path: str) -> list[Any]:
+        return [self.encode(item, _below(path, index)) for index, item in enumerate(values)]
 
-    def _dict(self, values: dict[Any, Any], path: _Path) -> dict[str, Any]:
+    def _dict(self, values: dict[Any, Any], path: str) -> dict[str, Any]:
         for key in values:
-            if isinstance(key, bool) or not isinstance(key, str | int):
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
                 raise self._error(path, f"the key {key!r} is a {_type_name(key)}; keys are strings or integers")
         if all(isinstance(key, str) and not key.startswith("$") for key in values):
-            return {str.__str__(key): self.encode(item, (*path, key)) for key, item in values.items()}
-        pairs = [[self.encode(key, path), self.encode(item, (*path, str(key)))] for key, item in values.items()]
+            return {str.__str__(key): self.encode(item, _below(path, key)) for key, item in values.items()}
+        pairs = [[self.encode(key, path), self.encode(item, _below(path, key))] for key, item in values.items()]
         return {"$dict": pairs}
 
-    def _tensor(self, value: Tensor, path: _Path) -> dict[str, Any]:
-        tensor = self._storable(value.detach(), path)
-        memory = _memory_of(tensor)
-        if memory in self._names_by_memory:
-            name = self._names_by_memory[memory]
-            self.aliases[_tensor_name(path)] = name
-        elif tensor.is_complex():
+    def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
+        tensor = value.detach() if value.requires_grad else value
+        is_complex = tensor.dtype.is_complex
+        self._check_storable(tensor, path)
+        name = self._former(tensor)
+        if name is not None:
+            self.aliases[_printable(path)] = name
+        elif is_complex:
             name = self._add(torch.view_as_real(tensor.resolve_conj()), path)
         else:
-            name = self._add(tensor.resolve_neg(), path)
+            name = self._add(tensor.resolve_neg() if tensor.is_neg() else tensor, path)
         if tensor.numel() > 0:
-            self._names_by_memory[memory] = name
-        return {"$complex" if tensor.is_complex() else "$tensor": name}
+            self._seen.setdefault(tensor.data_ptr(), []).append((tensor, name))
+        return {"$complex" if is_complex else "$tensor": name}
 
-    def _storable(self, tensor: Tensor, path: _Path) -> Tensor:
+    def _former(self, tensor: Tensor) -> str | None:
+        """The name of a tensor before this one that is the same memory, shown in the same way."""
+        seen = self._seen.get(tensor.data_ptr())
+        if seen is None or tensor.numel() == 0:
+            return None
+        return next((name for other, name in seen if _is_same(tensor, other)), None)
+
+    def _check_storable(self, tensor: Tensor, path: str) -> None:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             raise self._error(path, f"a tensor of layout {tensor.layout} cannot be saved; make it dense")
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             raise self._error(path, "a tensor on the meta device has no values to save")
-        if not tensor.is_complex() and tensor.dtype not in DTYPE_NAMES:
+        if tensor.dtype not in DTYPE_NAMES and not tensor.dtype.is_complex:
             raise self._error(path, f"a tensor of {tensor.dtype} cannot be saved; safetensors has no such dtype")
-        return tensor
 
-    def _array(self, array: np.ndarray[Any, Any], path: _Path) -> dict[str, Any]:
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> dict[str, Any]:
         description = self._dtype_description(array.dtype, path)
         name = self._add(_array_bytes(array), path)
         return {"$ndarray": [name, self.encode(description, path), list(array.shape)]}
 
-    def _dtype_description(self, dtype: np.dtype[Any], path: _Path) -> Any:
+    def _dtype_description(self, dtype: np.dtype[Any], path: str) -> Any:
         """The dtype as .npy headers hold it, when numpy makes an equal one of it again."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -177,8 +184,8 @@ class _Encoder:
             raise self._error(path, f"a numpy array of dtype {dtype} cannot be saved; only plain data can")
         return description
 
-    def _add(self, tensor: Tensor, path: _Path) -> str:
-        base = name = _tensor_name(path)
+    def _add(self, tensor: Tensor, path: str) -> str:
+        base = name = _printable(path)
         number = 2
         while name in self.tensors or name == RESERVED_NAME:
             name = f"{base}#{number}"
@@ -186,27 +193,29 @@ class _Encoder:
         self.tensors[name] = tensor
         return name
 
-    def _error(self, path: _Path, message: str) -> CheckpointError:
-        place = ".".join((self._root, *path) if self._root else path) or "state"
-        return CheckpointError(f"{place}: {message}")
+    def _error(self, path: str, message: str) -> CheckpointError:
+        place = _below(self._root, path) if self._root and path else self._root or path or "state"
+        return CheckpointError(f"{_printable(place)}: {message}")
 
 
-def _tensor_name(path: _Path) -> str:
-    """A path as a safetensors key, which is valid UTF-8."""
-    return ".".join(path).encode("utf-8", "backslashreplace").decode("utf-8")
+def _below(path: str, key: str | int) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
-def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors exactly when they show the same memory in the same way."""
+def _printable(path: str) -> str:
+    """A path as valid UTF-8, which safetensors keys are."""
+    return path if path.isascii() else path.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _is_same(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors that begin at one address show the same memory in the same way."""
     return (
-        tensor.device,
-        tensor.untyped_storage().data_ptr(),
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
+        left.device == right.device
+        and left.dtype == right.dtype
+        and left.shape == right.shape
+        and left.stride() == right.stride()
+        and left.is_conj() == right.is_conj()
+        and left.is_neg() == right.is_neg()
     )
 
 
@@ -244,16 +253,15 @@ def _decode_dict(pairs: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
 
 
 def _decode_array(held: Any, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
+    """An array that shows the tensor's memory: however often a tree names a tensor, it takes no more memory."""
     name, description, shape = held
     dtype = np.lib.format.descr_to_dtype(_decode(description, tensors))
+    flat = tensors[name].numpy()
     if dtype.hasobject:
-        raise ValueError(f"{name} claims to hold Python objects")
-    if math.prod(shape) * dtype.itemsize != tensors[name].numel():
-        raise ValueError(f"{name} has {tensors[name].numel()} bytes, not {dtype} of shape {shape}")
-    array = np.empty(shape, dtype)
-    if array.nbytes:
-        array.reshape(-1).view(np.uint8)[:] = tensors[name].numpy()
-    return array
+        raise ValueError(f"{name!r} claims to hold Python objects")
+    if flat.dtype != np.uint8 or element_count(shape, flat.size) * dtype.itemsize != flat.size:
+        raise ValueError(f"{name!r} does not hold as many bytes as its shape and dtype say")
+    return flat.view(dtype).reshape(shape) if flat.size else np.ndarray(shape, dtype)
 
 
 _DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {

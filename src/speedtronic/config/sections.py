@@ -168,7 +168,13 @@ class RunConfig(Section):
     )
     init_from: PathText | None = Field(
         default=None,
-        description="Weights to start from: a safetensors file, a checkpoint, a Hugging Face folder.",
+        description="Weights to start from: a safetensors file, a checkpoint, the folder of a run, a Hugging Face "
+        "folder. A run that is resumed does not read them.",
+    )
+    init_strict: bool = Field(
+        default=True,
+        description="Whether the weights of init_from must be exactly the model's; false loads those that fit by name "
+        "and shape.",
     )
     deterministic: bool = Field(default=False, description="Use deterministic algorithms only, where there are any.")
     threads: Processors | None = Field(default=None, description="CPU threads; null leaves PyTorch's choice.")
@@ -267,7 +273,9 @@ class DataConfig(Section):
         description="aligned: label t is the token after input t. unshifted: labels equal the inputs and "
         "are shifted for you.",
     )
-    document_mask: bool = Field(default=False, description="Keep attention within a document.")
+    document_mask: bool = Field(
+        default=False, description="Keep attention within a document; needs shards, which know where documents begin."
+    )
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -280,6 +288,8 @@ class DataConfig(Section):
             )
         if values.get("text_path") is not None and values.get("shards") is not None:
             yield "shards", "name one source of data, not both data.text_path and data.shards"
+        if values.get("document_mask") and (values.get("shards") is None or values.get("dataset") is not None):
+            yield "document_mask", "needs data.shards: no other source of data knows where documents begin"
 
 
 class OptimizerConfig(Section):
@@ -456,7 +466,9 @@ class ShapeValidationConfig(Section):
     check_sequence: bool = Field(default=True, description="Look at the sequence length.")
     check_model: bool = Field(default=True, description="Look at the model's widths.")
     check_vocab: bool = Field(default=False, description="Look at the vocabulary size.")
-    warn_on_cpu: bool = Field(default=False, description="Warn on CPU and MPS too.")
+    warn_on_cpu: bool = Field(
+        default=False, description="Warn on CPU and MPS too, where alignment is a number: auto knows none there."
+    )
 
 
 class DistributedConfig(Section):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from speedtronic.data.datasets import SyntheticTokenDataset as SyntheticTokenDataset
     from speedtronic.data.datasets import TextFileTokenDataset as TextFileTokenDataset
     from speedtronic.data.datasets import TokenDataset as TokenDataset
+    from speedtronic.data.iterable import StreamLoader as StreamLoader
     from speedtronic.data.loader import TokenLoader as TokenLoader
     from speedtronic.data.shards import ShardSet as ShardSet
     from speedtronic.data.shards import ShardWriter as ShardWriter
@@ -34,6 +35,7 @@ _EXPORTS = {
     "build": ("TrainingData", "build_data", "build_dataloader"),
     "collate": ("collate_batch", "collate_causal"),
     "datasets": ("ShardDataset", "SyntheticTokenDataset", "TextFileTokenDataset", "TokenDataset"),
+    "iterable": ("StreamLoader",),
     "loader": ("TokenLoader",),
     "shards": ("ShardSet", "ShardWriter"),
     "stream": ("BatchStream", "infinite_batches"),

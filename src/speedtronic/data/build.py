@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from speedtronic.config import DataConfig, SpeedtronicConfig
-from speedtronic.data.collate import collate_batch
+from speedtronic.data.bpe import load_tokenizer
 from speedtronic.data.datasets import ShardDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
+from speedtronic.data.iterable import StreamLoader
 from speedtronic.data.loader import TokenLoader
 from speedtronic.data.text import check_text_file, read_text
 from speedtronic.data.tokenizers import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer, Tokenizer
-from speedtronic.errors import ConfigError, DataError, NotBuiltError
+from speedtronic.errors import ConfigError, DataError
 
-Loader = TokenLoader | DataLoader[Any]
+Loader = TokenLoader | StreamLoader
 
 _BUILT_IN_MODELS = frozenset({"reference_transformer", "gpt"})
 
@@ -30,12 +30,12 @@ class TrainingData:
 
     Attributes:
         train: batches without end, epoch after epoch.
-        validation: the held-out part, sequential and complete; None when nothing is held out.
+        validation: the held-out part, sequential and complete on every rank; None when nothing is held out.
         tokenizer: turns the data's ids into text; None where the data has no text.
     """
 
     train: Loader
-    validation: TokenLoader | None
+    validation: Loader | None
     tokenizer: Tokenizer | None
 
 
@@ -46,25 +46,27 @@ class _Source:
     tokenizer: Tokenizer | None = None
 
 
-def build_data(config: SpeedtronicConfig, *, pin_memory: bool) -> TrainingData:
+def build_data(config: SpeedtronicConfig, *, pin_memory: bool, rank: int = 0, world_size: int = 1) -> TrainingData:
     """The training and validation loaders of a configuration.
 
     Args:
         config: read are `data` with the resolved vocabulary, block size and seed, and what a built-in model
             can take of them.
         pin_memory: what `data.pin_memory: null` means on the device of this run.
+        rank, world_size: which of how many readers this is that share the training part.
 
     Raises:
         ConfigError: no source of data, options that exclude each other, or sizes beyond a built-in model's.
         DataError: the data cannot be used as configured.
-        NotBuiltError: a part that this version does not have.
+        MissingExtraError: the library that reads the tokenizer is not installed.
     """
     _check_model_sizes(config)
     source = _held_out(_source(config.data), config.data)
+    train = _training_loader(source.train, config.data, pin_memory, rank, world_size)
     validation = None
     if source.validation is not None:
-        validation = _loader(source.validation, config.data, pin_memory=pin_memory, shuffle=False, drop_last=False)
-    return TrainingData(_training_loader(source.train, config.data, pin_memory), validation, source.tokenizer)
+        validation = _loader(source.validation, config.data, pin_memory, shuffle=False, drop_last=False)
+    return TrainingData(train, validation, source.tokenizer)
 
 
 def build_dataloader(
@@ -74,6 +76,8 @@ def build_dataloader(
     tokenizer: Tokenizer | None = None,
     pin_memory_device: bool = False,
     vocab_size: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Loader:
     """The training loader of a configuration, without what `data.validation_fraction` holds out.
 
@@ -83,9 +87,10 @@ def build_dataloader(
         tokenizer: used in place of `data.tokenizer` for `data.text_path`.
         pin_memory_device: what `data.pin_memory: null` means on the device that the batches go to.
         vocab_size: used in place of `data.vocab_size`.
+        rank, world_size: which of how many readers this is that share the data, each sample once.
 
     Raises:
-        ConfigError, DataError, NotBuiltError: as `build_data`.
+        ConfigError, DataError, MissingExtraError: as `build_data`.
     """
     data = config if isinstance(config, DataConfig) else config.validate().data
     if None in (data.vocab_size, data.block_size, data.seed):
@@ -93,7 +98,7 @@ def build_dataloader(
     if vocab_size is not None:
         data = data.model_copy(update={"vocab_size": vocab_size})
     source = _source(data, tokenizer) if dataset is None else _Source(dataset)
-    return _training_loader(_held_out(source, data).train, data, pin_memory_device)
+    return _training_loader(_held_out(source, data).train, data, pin_memory_device, rank, world_size)
 
 
 def _check_model_sizes(config: SpeedtronicConfig) -> None:
@@ -135,21 +140,31 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
     factory = getattr(imported, function)
     if not callable(factory):
         raise ConfigError(f"data.dataset: {name} must be a function, not {type(factory).__name__}")
-    made = factory(data)
+    try:
+        made = factory(data)
+    except Exception as error:
+        error.add_note(f"raised by the factory {name} that data.dataset names")
+        raise
     train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    for part in (train, validation):
-        if not (part is None or hasattr(part, "__getitem__") or isinstance(part, IterableDataset)):
-            raise ConfigError(
-                f"data.dataset: {name} must return a Dataset, an IterableDataset or a pair (training, "
-                f"validation), not {type(part).__name__}"
-            )
-    if isinstance(validation, IterableDataset):
-        raise NotBuiltError(f"data.dataset: {name}: a validation part must be map-style in this version")
+    _check_part(train, name)
+    if validation is not None:
+        _check_part(validation, name)
     return _Source(train, validation)
 
 
+def _check_part(part: Any, factory: str) -> None:
+    indexable = (
+        hasattr(part, "__getitem__") and hasattr(part, "__len__") and not isinstance(part, Mapping | str | bytes)
+    )
+    if not (indexable or isinstance(part, IterableDataset)):
+        raise ConfigError(
+            f"data.dataset: {factory} must return a Dataset with __len__ and __getitem__, an IterableDataset or a pair "
+            f"(training, validation), not {type(part).__name__}"
+        )
+
+
 def _from_shards(folder: str, data: DataConfig) -> _Source:
-    dataset = ShardDataset(folder, _block_size(data))
+    dataset = ShardDataset(folder, _block_size(data), data.document_mask)
     _check_vocabulary(dataset.shards.tokenizer, folder, data)
     return _Source(dataset, tokenizer=dataset.shards.tokenizer)
 
@@ -167,10 +182,8 @@ def _text_tokenizer(path: Path, data: DataConfig) -> Tokenizer:
         case "chars":
             check_text_file(path)
             return CorpusCharTokenizer.from_texts(read_text(path))
-        case other:
-            raise NotBuiltError(
-                f"data.tokenizer: {other!r}: tokenizer files are not read in this version; use bytes or chars"
-            )
+        case path_of_tokenizer:
+            return load_tokenizer(path_of_tokenizer)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, origin: str, data: DataConfig) -> None:
@@ -224,40 +237,33 @@ def _part(dataset: Dataset[Any], start: int, stop: int) -> Dataset[Any]:
     return Subset(dataset, range(start, stop))
 
 
-def _training_loader(dataset: Dataset[Any], data: DataConfig, pin_memory: bool) -> Loader:
-    if isinstance(dataset, IterableDataset):
-        return _streaming_loader(dataset, data, pin_memory)
-    return _loader(dataset, data, pin_memory=pin_memory, shuffle=data.shuffle, drop_last=data.drop_last)
+def _training_loader(dataset: Dataset[Any], data: DataConfig, pin_memory: bool, rank: int, world_size: int) -> Loader:
+    if data.shuffle and isinstance(dataset, IterableDataset):
+        raise ConfigError("data.shuffle: an IterableDataset sets its own order; leave this false")
+    return _loader(dataset, data, pin_memory, data.shuffle, data.drop_last, rank, world_size)
 
 
 def _loader(
-    dataset: Dataset[Any], data: DataConfig, *, pin_memory: bool, shuffle: bool, drop_last: bool
-) -> TokenLoader:
-    return TokenLoader(
-        dataset,
-        data.micro_batch_size,
-        shuffle=shuffle,
-        seed=_seed(data),
-        drop_last=drop_last,
-        num_workers=data.num_workers,
-        prefetch_factor=data.prefetch_factor,
-        pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
-    )
-
-
-def _streaming_loader(dataset: Iterable[Any], data: DataConfig, pin_memory: bool) -> DataLoader[Any]:
-    if data.shuffle:
-        raise ConfigError("data.shuffle: an IterableDataset sets its own order; leave this false")
-    if data.num_workers:
-        raise NotBuiltError("data.num_workers: an IterableDataset is read without workers in this version; set 0")
-    return DataLoader(
-        dataset,  # type: ignore[arg-type]
-        batch_size=data.micro_batch_size,
-        drop_last=data.drop_last,
-        collate_fn=collate_batch,
-        generator=torch.Generator().manual_seed(_seed(data)),
-        pin_memory=pin_memory if data.pin_memory is None else data.pin_memory,
-    )
+    dataset: Dataset[Any],
+    data: DataConfig,
+    pin_memory: bool,
+    shuffle: bool,
+    drop_last: bool,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Loader:
+    options: dict[str, Any] = {
+        "seed": _seed(data),
+        "drop_last": drop_last,
+        "num_workers": data.num_workers,
+        "prefetch_factor": data.prefetch_factor,
+        "pin_memory": pin_memory if data.pin_memory is None else data.pin_memory,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    if isinstance(dataset, IterableDataset):
+        return StreamLoader(dataset, data.micro_batch_size, **options)
+    return TokenLoader(dataset, data.micro_batch_size, shuffle=shuffle, **options)
 
 
 def _block_size(data: DataConfig) -> int:

@@ -7,9 +7,12 @@ import os
 import shutil
 from pathlib import Path
 
+from speedtronic.data.cutting import cut_rule
 from speedtronic.data.shards import ShardSet, ShardWriter, remove_leftovers
-from speedtronic.data.text import check_text_file, read_pieces, read_text
-from speedtronic.data.tokenizers import Tokenizer, encode_pieces, spec_fingerprint
+from speedtronic.data.sources import text_file
+from speedtronic.data.text import check_text_file, read_pieces
+from speedtronic.data.tokenizers import Tokenizer, encode_texts, spec_fingerprint
+from speedtronic.data.units import UNIT_BYTES
 from speedtronic.errors import DataError
 
 
@@ -22,8 +25,10 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "speedtronic"
 
 
-def encode_once(path: Path, tokenizer: Tokenizer) -> ShardSet:
-    """The tokens of a text file, encoded once and found again by content and tokenizer.
+def encode_once(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
+    """The tokens of a text file, encoded once as one text and found again by content and tokenizer.
+
+    The file is streamed in pieces of `unit_bytes`, unless the tokenizer allows no cut.
 
     Raises:
         DataError: the file cannot be used, is not UTF-8, does not fit the tokenizer, or the cache is not
@@ -36,7 +41,7 @@ def encode_once(path: Path, tokenizer: Tokenizer) -> ShardSet:
     key = hashlib.sha256(f"{content.hexdigest()}:{spec_fingerprint(tokenizer.spec())}".encode()).hexdigest()
     folder = cache_folder() / f"text-{key[:32]}"
     try:
-        return _open_or_encode(folder, path, tokenizer)
+        return _open_or_encode(folder, path, tokenizer, unit_bytes)
     except OSError as error:
         raise DataError(
             f"cannot keep the encoded text of {path} in {folder.parent}: {error}; "
@@ -44,7 +49,7 @@ def encode_once(path: Path, tokenizer: Tokenizer) -> ShardSet:
         ) from error
 
 
-def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer) -> ShardSet:
+def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer, unit_bytes: int) -> ShardSet:
     if folder.exists():
         try:
             return ShardSet(folder)
@@ -54,8 +59,9 @@ def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer) -> ShardSet:
     remove_leftovers(folder)
     try:
         with ShardWriter(folder, tokenizer=tokenizer) as writer:
-            for ids in encode_pieces(tokenizer, read_text(path)):
-                writer.write(ids)
+            for span, _ in text_file(path, path.name).spans(0, unit_bytes, cut_rule(tokenizer)):
+                for ids in encode_texts(tokenizer, span.texts(span.raw())):
+                    writer.write(ids)
     except OSError:
         # Another process may have published the same entry in the meantime.
         if not folder.exists():

@@ -18,16 +18,18 @@ IGNORED_LABEL = -100
 def collate_batch(items: Sequence[Any]) -> Any:
     """One batch from samples of any kind.
 
-    Mappings with `input_ids` go through `collate_causal`. Everything else (tuples, tensors, numpy arrays,
-    numbers, other mappings) is stacked field by field and must be equally wide.
+    Mappings with `input_ids` go through `collate_causal`. Everything else (tuples, named tuples, tensors, numpy
+    arrays, numbers, other mappings) is stacked field by field and must be equally wide.
 
     Raises:
-        DataError: no samples, or samples of unequal shape.
+        DataError: no samples, samples with different fields or of unequal shape, or of a type that has no batches.
     """
     if not items:
         raise DataError("cannot make a batch of no samples")
-    if isinstance(items[0], Mapping) and "input_ids" in items[0]:
-        return collate_causal(items)
+    if isinstance(items[0], Mapping):
+        _check_fields(items)
+        if "input_ids" in items[0]:
+            return collate_causal(items)
     try:
         return default_collate(list(items))
     except (RuntimeError, TypeError) as error:
@@ -56,9 +58,8 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """
     if not items:
         raise DataError("cannot make a batch of no samples")
+    _check_fields(items)
     fields = items[0].keys()
-    if any(item.keys() != fields for item in items):
-        raise DataError("the samples of a batch have different fields")
     ids = [_integers("input_ids", item) for item in items]
     width = max(len(row) for row in ids)
     batch = {"input_ids": _pad(ids, width, PADDING_ID)}
@@ -74,6 +75,14 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     for name in fields - {"input_ids", "labels", "attention_mask"}:
         batch[name] = collate_batch([item[name] for item in items])
     return batch
+
+
+def _check_fields(items: Sequence[Mapping[str, Any]]) -> None:
+    fields = items[0].keys()
+    for item in items:
+        if not isinstance(item, Mapping) or item.keys() != fields:
+            theirs = f"the fields {', '.join(map(str, item))}" if isinstance(item, Mapping) else type(item).__name__
+            raise DataError(f"the samples of a batch have different fields: {', '.join(map(str, fields))} and {theirs}")
 
 
 def _integers(name: str, item: Mapping[str, Any]) -> Tensor:

@@ -81,7 +81,13 @@ class _Part(TokenDataset):
         return len(self._samples)
 
     def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
-        return self._whole.rows(np.asarray(indices, np.int64) + self._samples.start)
+        return self._whole.rows(self._in_whole(indices))
+
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        return self._whole.batch(self._in_whole(indices))
+
+    def _in_whole(self, indices: Indices) -> npt.NDArray[np.int64]:
+        return np.asarray(indices, np.int64) + self._samples.start
 
     @property
     def fingerprint(self) -> str:
@@ -247,8 +253,32 @@ def _text_sequence(path: Path, tokenizer: Tokenizer) -> TokenSequence:
 
 
 class ShardDataset(_BlockDataset):
-    """The blocks of a folder that `speedtronic data prepare` made. Raises DataError as `ShardSet` does."""
+    """The blocks of a folder that `speedtronic data prepare` made.
 
-    def __init__(self, shards: ShardSet | str | os.PathLike[str], block_size: int) -> None:
+    Args:
+        shards: the folder, or what was opened of it.
+        block_size: T, tokens per sample.
+        document_mask: also give `document_ids` (T,) int64: 0 for the tokens of the document that the sample begins in,
+            1 for those of the next one, and so on. A document's separator is its last token.
+
+    Raises:
+        DataError: as `ShardSet` does, or they have fewer tokens than a block.
+    """
+
+    def __init__(self, shards: ShardSet | str | os.PathLike[str], block_size: int, document_mask: bool = False) -> None:
         self.shards = shards if isinstance(shards, ShardSet) else ShardSet(shards)
+        self.document_mask = document_mask
         super().__init__(self.shards, block_size, str(self.shards.folder))
+
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        """`input_ids` and `labels` (B, T) int64 of several samples, with `document_ids` (B, T) where asked for."""
+        batch = super().batch(indices)
+        if self.document_mask:
+            batch["document_ids"] = torch.from_numpy(np.stack([self._document_ids(int(index)) for index in indices]))
+        return batch
+
+    def _document_ids(self, index: int) -> npt.NDArray[np.int64]:
+        start = index * self.block_size
+        begins = np.zeros(self.block_size, np.int64)
+        begins[self.shards.document_starts(start + 1, start + self.block_size) - start] = 1
+        return begins.cumsum()

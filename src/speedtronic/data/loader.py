@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
-import random
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 
 from speedtronic.data.collate import collate_batch
 from speedtronic.data.datasets import TokenDataset
-from speedtronic.data.sampler import SampleOrder, derive_seed
+from speedtronic.data.sampler import Deal, SampleOrder, derive_seed
+from speedtronic.data.workers import Fetcher, blame, generators_kept, seed_generators, type_name
 from speedtronic.errors import DataError
 
 _log = logging.getLogger(__name__)
 
 _ORDERED_AT_ONCE = 1024  # positions whose samples are looked up together; a trade of latency for array speed
+_SHOWN = 8  # indices in a message
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -45,13 +40,6 @@ class _BatchKey:
     indices: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A DataError on its way out of a worker: the exception itself would arrive wrapped in a traceback."""
-
-    message: str
-
-
 class TokenLoader:
     """Batches of a map-style dataset, with a position that can be saved and sought.
 
@@ -65,12 +53,16 @@ class TokenLoader:
     the seed whatever the number of workers. Such a dataset is recognised on resume by its `fingerprint` if it
     has one, otherwise by type and length.
 
+    Ranks that read one dataset together are dealt its order in rounds of world_size · B samples, B to each, and
+    share the last, shorter round as evenly as can be, so that each sample comes once. The position counts the
+    samples of all ranks: every rank can be restored from that of rank 0, with another `world_size` too.
+
     Args:
-        dataset: anything with a length and samples at 0 … len − 1; must pickle if there are workers.
-        batch_size: samples per batch (the micro batch).
+        dataset: anything with a length and samples at 0 … len − 1; must pickle unless workers are forked.
+        batch_size: B, samples per batch (the micro batch).
         shuffle: a new order every epoch; otherwise that of the dataset.
         seed: of the order and of the samples' randomness.
-        drop_last: leave out a batch at the end of an epoch that is not full.
+        drop_last: leave out a batch at the end of an epoch that is not full; with ranks, a round.
         num_workers: processes that fetch; they live as long as the loader. 0 fetches in this process.
         prefetch_factor: batches that each worker fetches ahead; None is torch's default. Without
             workers it has no effect.
@@ -78,9 +70,12 @@ class TokenLoader:
         collate: samples to batch.
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None is the platform's
             default.
+        rank, world_size: which of how many readers this is, such as the processes of a data-parallel run.
 
     Raises:
-        DataError: an empty dataset, or with `drop_last` one that is smaller than a batch.
+        DataError: an empty dataset, or one too small to give this rank a batch; while iterating, a sample or batch
+            that cannot be made, with its index, or a dataset that cannot be sent to a worker.
+        SpeedtronicError: while iterating, a worker process has ended.
     """
 
     def __init__(
@@ -96,28 +91,27 @@ class TokenLoader:
         pin_memory: bool = False,
         collate: Collate = collate_batch,
         multiprocessing_context: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         if not isinstance(dataset, Sized):
-            raise DataError(f"{type(dataset).__name__} has no length, so it cannot be read in a seekable order")
+            raise DataError(
+                f"{type_name(dataset)} has no length, so it cannot be read in a seekable order; what can only be "
+                f"iterated must be a torch.utils.data.IterableDataset"
+            )
         self.dataset = dataset
         self.fingerprint = _fingerprint(dataset, len(dataset))
-        self._schedule = _Schedule(SampleOrder(len(dataset), shuffle=shuffle, seed=seed), batch_size, drop_last)
-        self._batches: Iterator[Any] | None = None
-        self._dataloader: DataLoader[Any] | None = None
-        self._make_dataloader = partial(
-            DataLoader,
+        order = SampleOrder(len(dataset), shuffle=shuffle, seed=seed)
+        self._schedule = _Schedule(order, Deal(batch_size, rank, world_size, drop_last))
+        self._fetcher = Fetcher(
             _Batches(dataset, collate, seed),
-            batch_size=None,
-            sampler=self._schedule,
+            self._schedule,
+            name=type_name(dataset),
+            seed=derive_seed(seed),
             num_workers=num_workers,
-            collate_fn=_unchanged,
+            prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            persistent_workers=num_workers > 0,
-            multiprocessing_context=multiprocessing_context if num_workers else None,
-            worker_init_fn=_leave_signals_to_the_trainer,
-            # With its own generator the library leaves the global one alone.
-            generator=torch.Generator().manual_seed(derive_seed(seed) % 2**63),
+            multiprocessing_context=multiprocessing_context,
         )
 
     def __len__(self) -> int:
@@ -127,7 +121,7 @@ class TokenLoader:
     @property
     def batch_size(self) -> int:
         """Samples per batch."""
-        return self._schedule.batch_size
+        return self._schedule.deal.batch_size
 
     @property
     def epoch(self) -> int:
@@ -137,19 +131,9 @@ class TokenLoader:
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         while self.epoch == epoch:
-            yield self._next_batch()
-
-    def _next_batch(self) -> Any:
-        if self._batches is None:
-            if self._dataloader is None:
-                self._dataloader = self._make_dataloader()
-            self._batches = iter(self._dataloader)
-        batch = next(self._batches)
-        if isinstance(batch, _Failure):
-            self._batches = None
-            raise DataError(batch.message)
-        self._schedule.advance()
-        return batch
+            batch = self._fetcher.next()
+            self._schedule.advance()
+            yield batch
 
     def restart(self) -> None:
         """Go back to the first batch of the first epoch, so that every evaluation sees the same batches."""
@@ -157,7 +141,7 @@ class TokenLoader:
 
     def _seek(self, epoch: int, samples: int) -> None:
         if (epoch, samples) != (self._schedule.epoch, self._schedule.samples):
-            self._batches = None
+            self._fetcher.restart()
         self._schedule.move_to(epoch, samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,8 +183,7 @@ class TokenLoader:
 
     def close(self) -> None:
         """End the worker processes. Iterating again starts new ones."""
-        self._batches = None
-        self._dataloader = None
+        self._fetcher.close()
 
 
 def _describe(state: Mapping[str, Any]) -> str:
@@ -212,54 +195,34 @@ def _fingerprint(dataset: Any, size: int) -> str:
         return dataset.fingerprint
     if isinstance(dataset, Subset):
         return f"{_fingerprint(dataset.dataset, size)}:part"
-    return f"{type(dataset).__module__}.{type(dataset).__qualname__}:{size}"
-
-
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    # Ctrl-C, and a SIGTERM to the whole process group, reach every process in it, but the training process
-    # finishes its step first, and needs data for that.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "win32":
-        os.setpgrp()
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
+    return f"{type_name(dataset)}:{size}"
 
 
 class _Schedule:
     """Which samples come next; each `iter`, by the library, begins at the position of that moment."""
 
-    def __init__(self, order: SampleOrder, batch_size: int, drop_last: bool) -> None:
-        if batch_size < 1:
-            raise DataError(f"batch_size must be at least 1, not {batch_size}")
+    def __init__(self, order: SampleOrder, deal: Deal) -> None:
         if order.size == 0:
             raise DataError("the dataset is empty")
-        if drop_last and order.size < batch_size:
-            raise DataError(
-                f"the dataset has {order.size} samples, fewer than one batch of {batch_size}, and drop_last "
-                "leaves out batches that are not full; use a smaller micro_batch_size, a smaller block_size "
-                "or more data"
-            )
         self.order = order
-        self.batch_size = batch_size
-        self.drop_last = drop_last
+        self.deal = deal
         self.epoch = 0
         self.samples = 0
+        if self.batches_per_epoch == 0:
+            raise DataError(_too_few(order.size, deal))
 
     @property
     def batches_per_epoch(self) -> int:
-        full, rest = divmod(self.order.size, self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        rounds, rest = divmod(self.order.size, self.deal.round_size)
+        return rounds + (len(self.deal.share(rest)) > 0)
 
     def advance(self) -> None:
         """Count one batch as delivered."""
-        self.move_to(self.epoch, min(self.samples + self.batch_size, self.order.size))
+        self.move_to(self.epoch, min(self.samples + self.deal.round_size, self.order.size))
 
     def move_to(self, epoch: int, samples: int) -> None:
         """Go to a position, or to the next epoch's start when no batch is left in this one."""
-        left = self.order.size - samples
-        over = left < self.batch_size if self.drop_last else left == 0
+        over = not self.deal.share(self.order.size - samples)
         self.epoch, self.samples = (epoch + 1, 0) if over else (epoch, samples)
 
     def __iter__(self) -> Iterator[_BatchKey]:
@@ -269,13 +232,32 @@ class _Schedule:
             epoch, start = epoch + 1, 0
 
     def _rest_of_epoch(self, epoch: int, start: int) -> Iterator[_BatchKey]:
-        stride = self.batch_size * max(1, _ORDERED_AT_ONCE // self.batch_size)
+        stride = self.deal.round_size * max(1, _ORDERED_AT_ONCE // self.deal.batch_size)
         for begin in range(start, self.order.size, stride):
-            indices = self.order.indices(epoch, begin, min(begin + stride, self.order.size))
-            for at in range(0, len(indices), self.batch_size):
-                batch = indices[at : at + self.batch_size]
-                if len(batch) == self.batch_size or not self.drop_last:
+            shares = self._shares(begin, min(begin + stride, self.order.size))
+            indices = self.order.at(epoch, np.concatenate(shares))
+            for share in shares:
+                batch, indices = indices[: len(share)], indices[len(share) :]
+                if len(batch):
                     yield _BatchKey(epoch, batch)
+
+    def _shares(self, start: int, stop: int) -> list[npt.NDArray[np.int64]]:
+        """The positions of this rank's batch in each round that begins in [start, stop)."""
+        shares = []
+        for begin in range(start, stop, self.deal.round_size):
+            share = self.deal.share(stop - begin)
+            shares.append(np.arange(begin + share.start, begin + share.stop, dtype=np.int64))
+        return shares
+
+
+def _too_few(size: int, deal: Deal) -> str:
+    if not deal.drop_last:
+        return f"the dataset has {size} samples, too few for {deal.world_size} ranks to have one each"
+    each = f" for each of {deal.world_size} ranks" if deal.world_size > 1 else ""
+    return (
+        f"the dataset has {size} samples, fewer than one batch of {deal.batch_size}{each}, and drop_last leaves out "
+        f"batches that are not full; use a smaller micro_batch_size, a smaller block_size or more data"
+    )
 
 
 class _Batches(Dataset[Any]):
@@ -287,35 +269,28 @@ class _Batches(Dataset[Any]):
         self._seed = seed
 
     def __getitem__(self, key: _BatchKey) -> Any:
+        if isinstance(self._dataset, TokenDataset):
+            return self._dataset.batch(key.indices)
+        samples = self._samples(key)
         try:
-            if isinstance(self._dataset, TokenDataset):
-                return self._dataset.batch(key.indices)
-            return self._collate(self._samples(key))
-        except DataError as error:
-            return _Failure(str(error))
+            return self._collate(samples)
+        except Exception as error:  # noqa: BLE001 - a collate function of the user's may raise anything
+            raise blame(f"{_named(key.indices)} of {type_name(self._dataset)}", error) from error
 
     def _samples(self, key: _BatchKey) -> list[Any]:
         samples = []
-        with _generators_kept():
+        with generators_kept():
             for index in key.indices.tolist():
-                _seed_generators(derive_seed(self._seed, key.epoch, index))
-                samples.append(self._dataset[index])
+                seed_generators(derive_seed(self._seed, key.epoch, index))
+                try:
+                    samples.append(self._dataset[index])
+                except DataError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - a dataset of the user's may raise anything
+                    raise blame(f"sample {index} of {type_name(self._dataset)}", error) from error
         return samples
 
 
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-
-
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # Not torch.manual_seed, which would also reseed the accelerators.
-    torch.default_generator.manual_seed(seed % 2**63)
+def _named(indices: npt.NDArray[np.int64]) -> str:
+    shown = ", ".join(map(str, indices[:_SHOWN].tolist()))
+    return f"samples {shown}" + (f", … ({len(indices)} samples)" if len(indices) > _SHOWN else "")

@@ -1,26 +1,57 @@
-"""Text files and folders into token shards."""
+"""Text into token shards: in parallel, resumable, and the same for any number of processes.
+
+The inputs are divided into units of about 1 MB, which depend on the inputs and the recipe alone. Processes encode
+units; this one writes the results in order, and every few seconds a journal of how far it has come. A run that
+finds the journal of one like itself goes on behind the last unit in it.
+"""
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
+import json
 import os
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from speedtronic.data.shards import DEFAULT_SHARD_TOKENS, ShardSet, ShardWriter, is_prepared, remove_leftovers
-from speedtronic.data.text import check_text_file, read_pieces
-from speedtronic.data.tokenizers import CharacterwiseTokenizer, CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.bpe import load_tokenizer
+from speedtronic.data.cutting import CutRule, cut_rule
+from speedtronic.data.partial import PartialFolder
+from speedtronic.data.pool import ProcessLostError, available_cpus, in_order
+from speedtronic.data.shards import (
+    DEFAULT_SHARD_TOKENS,
+    VERSION,
+    ShardFiles,
+    ShardSet,
+    is_prepared,
+    publish,
+    remove_leftovers,
+)
+from speedtronic.data.sources import DEFAULT_PATTERNS, Input, choose_inputs
+from speedtronic.data.tokenizers import CorpusCharTokenizer, Tokenizer, spec_fingerprint, tokenizer_from_spec
+from speedtronic.data.units import (
+    BEGINNING,
+    UNIT_BYTES,
+    Position,
+    Unit,
+    characters_of_unit,
+    checksum_unit,
+    encode_unit,
+    plan,
+)
 from speedtronic.errors import DataError
 
-PYTHON_STDLIB = "python-stdlib"
-DEFAULT_PATTERNS = ("*.txt", "*.md", "*.py")
-TOKENIZERS = ("bytes", "chars")
+CHARACTERS = "chars"
 
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_SECONDS_BETWEEN_NOTES = 5.0
+_SPEC = "tokenizer_spec.json"
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -31,8 +62,10 @@ class PreparedSummary:
         folder: the prepared folder.
         tokens: tokens in it, separators included.
         documents: documents, each ended by a separator.
+        text_bytes: bytes of their text, in UTF-8.
+        encoded_bytes: those of them that this call has encoded: not what an earlier one had done.
         vocab_size: ids of the tokenizer; the model's vocabulary must hold them.
-        shards: number of token files.
+        shards: number of shards.
         skipped: files of a built-in source that are not UTF-8 text and so were left out.
         already_prepared: whether the folder was there with the same content, and nothing was written.
     """
@@ -40,6 +73,8 @@ class PreparedSummary:
     folder: Path
     tokens: int
     documents: int
+    text_bytes: int
+    encoded_bytes: int
     vocab_size: int
     shards: int
     skipped: int
@@ -47,9 +82,49 @@ class PreparedSummary:
 
 
 @dataclass(frozen=True)
-class _Document:
-    name: str
-    path: Path
+class Progress:
+    """How far a preparation has come.
+
+    Attributes:
+        stage: "checking" a folder that is there, collecting "characters", or "encoding".
+        done: bytes of the inputs that are done in this stage, those of an earlier run included.
+        total: bytes of all inputs; of tables an estimate.
+    """
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class _Job:
+    inputs: Sequence[Input]
+    recipe: Mapping[str, Any]
+    processes: int
+    on_progress: Callable[[Progress], None]
+    clock: Callable[[], float]
+
+    @property
+    def identity(self) -> str:
+        """Equal for jobs that go on with each other's work."""
+        stamps = [each.stamp for each in self.inputs]
+        return _checksum([self.recipe, stamps, VERSION])
+
+    def units(self, rule: CutRule, start: Position = BEGINNING) -> Iterator[Unit]:
+        return plan(self.inputs, rule, start=start, size=self.recipe["unit_bytes"])
+
+    def results(self, stage: str, task: Callable[[Unit], R], units: Iterator[Unit]) -> Generator[tuple[Unit, R]]:
+        """Each unit with what `task` made of it. Progress is told when the caller is done with the unit."""
+        sizes = [each.size for each in self.inputs]
+        before = [0, *accumulate(sizes)]
+        with closing(in_order(task, units, processes=self.processes)) as results:
+            for unit, result in results:
+                yield unit, result
+                done = before[unit.next.number]
+                if unit.next.number < len(self.inputs):
+                    each = self.inputs[unit.next.number]
+                    done += each.size * unit.next.offset // each.length
+                self.on_progress(Progress(stage, done, before[-1]))
 
 
 def prepare(
@@ -57,196 +132,212 @@ def prepare(
     out: str | os.PathLike[str],
     *,
     source: str | None = None,
+    hub: str | None = None,
+    split: str = "train",
     tokenizer: str = "bytes",
+    text_field: str = "text",
     patterns: Sequence[str] = DEFAULT_PATTERNS,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     seed: int = 0,
     force: bool = False,
+    processes: int | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    clock: Callable[[], float] = time.monotonic,
+    unit_bytes: int = UNIT_BYTES,
 ) -> PreparedSummary:
-    """Write the tokens of text files to a folder of shards.
+    """Write the tokens of text to a folder of shards.
 
-    Every non-empty file is a document, ended by the tokenizer's separator. Documents are ordered by a hash of
-    their names, so that the end of the data, which a run holds out, is a fair sample of it. The text is
-    streamed: memory does not grow with it. The folder appears when it is complete, and what an earlier call that
-    was killed has left beside it is removed.
+    Every non-empty text file, JSON line or row of a table is a document, ended by the tokenizer's separator. Files
+    are ordered by a hash of their names, so that the end of the data, which a run holds out, is a fair sample of
+    it; the documents of one file keep their order. The text is streamed: memory does not grow with it, unless the
+    tokenizer allows no cut in a document. The folder appears when it is complete. Until then the work is kept
+    beside it, and the same call goes on with what one that was killed or interrupted has left.
 
     Args:
-        paths: text files, and folders that are searched for `patterns`; hidden files and folders are passed
-            over.
+        paths: text, `.jsonl` and `.parquet` files, and folders that are searched for `patterns`; hidden files and
+            folders are passed over.
         out: the folder to write. One that has the same content already is kept.
         source: "python-stdlib", the sources of the running interpreter's own library, in place of `paths`.
-        tokenizer: "bytes", or "chars" for the characters that occur in the text.
+        hub: a dataset that the `datasets` library loads, NAME or NAME:CONFIG, in place of `paths`.
+        split: of that dataset.
+        tokenizer: "bytes"; "chars" for the characters that occur in the text; or a file or folder as
+            `load_tokenizer` takes it.
+        text_field: the field or column that holds the text.
         patterns: which file names are taken from folders; files that are named in `paths` always are.
-        shard_tokens: the most tokens in one file.
-        seed: of the order of documents.
+        shard_tokens: the most tokens in one shard.
+        seed: of the order of files.
         force: replace a prepared folder that has other content.
+        processes: how many encode; None for as many as there are CPUs for this process. They are spawned: a script
+            that calls this must do so under `if __name__ == "__main__":`.
+        on_progress: told how far the work has come, after every unit of it.
+        clock: seconds, monotonic.
+        unit_bytes: the least text that one process encodes at a time.
 
     Raises:
-        DataError: nothing to read, a file that is not UTF-8 text (with the offset), or a folder that must be
-            kept.
+        DataError: nothing to read, what is not text (with its place), or a folder that must be kept or cannot be
+            written.
+        MissingExtraError: a format or a tokenizer whose library is not installed.
     """
-    _check_request(paths, source, tokenizer)
+    if processes is not None and processes < 1:
+        raise DataError(f"at least 1 process must prepare the data, not {processes}")
     folder = Path(out)
+    inputs, skipped = choose_inputs(
+        paths, source=source, hub=hub, split=split, patterns=patterns, text_field=text_field
+    )
     remove_leftovers(folder)
-    documents, skipped = _library_sources() if source else (_user_documents(paths, patterns), 0)
-    documents.sort(key=lambda document: _place(document.name, seed))
-    recipe = {"origin": source or "files", "tokenizer": tokenizer, "shard_tokens": shard_tokens, "seed": seed}
+    inputs.sort(key=lambda each: _place(each.name, seed))
+    encoder = None if tokenizer == CHARACTERS else load_tokenizer(tokenizer)
+    recipe = {
+        "origin": source or hub or "files",
+        "tokenizer": CHARACTERS if encoder is None else spec_fingerprint(encoder.spec()),
+        "text_field": text_field,
+        "shard_tokens": shard_tokens,
+        "seed": seed,
+        "files": _checksum([[each.name, each.size, each.length] for each in inputs]),
+        "skipped": skipped,
+        "unit_bytes": unit_bytes,
+    }
+    job = _Job(inputs, recipe, processes or available_cpus(), on_progress, clock)
     if folder.exists() and not (force and is_prepared(folder)):
-        existing = _same_content(folder, {**recipe, "content": _content(documents), "skipped": skipped})
+        existing = _same_content(folder, job)
         if existing is not None:
-            return _summary(existing, already_prepared=True)
-    encoder = CharTokenizer() if tokenizer == "bytes" else CorpusCharTokenizer.from_texts(_texts(documents))
+            return _summary(existing, encoded_bytes=0, already_prepared=True)
     try:
-        with ShardWriter(folder, tokenizer=encoder, shard_tokens=shard_tokens, replace=force) as writer:
-            content = _write(documents, encoder, writer)
-            writer.source = {**recipe, "content": content, "skipped": skipped}
+        with PartialFolder(folder) as work:
+            encoded_bytes = _make(job, encoder, work)
+            publish(work.files, folder, replace=force)
+            work.forget()
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
-    return _summary(ShardSet(folder), already_prepared=False)
-
-
-def _check_request(paths: Sequence[str | os.PathLike[str]], source: str | None, tokenizer: str) -> None:
-    if tokenizer not in TOKENIZERS:
-        raise DataError(f"tokenizer {tokenizer!r} is unknown; choose one of {', '.join(TOKENIZERS)}")
-    if source not in (None, PYTHON_STDLIB):
-        raise DataError(f"source {source!r} is unknown; the one built-in source is {PYTHON_STDLIB}")
-    if bool(paths) == bool(source):
-        raise DataError(f"name either files and folders to read or the source {PYTHON_STDLIB}")
-
-
-def _same_content(folder: Path, wanted: dict[str, Any]) -> ShardSet | None:
-    """The shards at `folder` if they are those wanted, None if it is empty; otherwise DataError."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        return None
-    if not is_prepared(folder):
-        raise DataError(f"{folder}: exists and is not a prepared folder; choose another one for the output")
-    existing = ShardSet(folder)
-    if existing.source == wanted:
-        return existing
-    differing = [name for name in wanted if existing.source.get(name) != wanted[name]]
-    raise DataError(
-        f"{folder}: is prepared already, with another {' and '.join(differing)}; replace it with --force or "
-        f"choose another folder for the output"
-    )
+    return _summary(ShardSet(folder), encoded_bytes=encoded_bytes, already_prepared=False)
 
 
 def _place(name: str, seed: int) -> tuple[bytes, str]:
     return hashlib.blake2b(f"{seed}:{name}".encode(errors="surrogateescape"), digest_size=8).digest(), name
 
 
-def _user_documents(paths: Sequence[str | os.PathLike[str]], patterns: Sequence[str]) -> list[_Document]:
-    documents: dict[Path, _Document] = {}
-    for path in map(Path, paths):
-        found = _in_folder(path, patterns) if path.is_dir() else [_Document(path.name, path)]
-        if not found:
-            raise DataError(f"{path}: no file in this folder matches {' '.join(patterns)}; choose with --pattern")
-        # A file that is named twice, or named and inside a named folder, is read once.
-        documents.update((document.path.resolve(), document) for document in found)
-    filled = [document for document in documents.values() if not _is_empty(document.path)]
-    for document in filled:
-        check_text_file(document.path)
-    if not filled:
-        raise DataError(f"{', '.join(map(str, paths))}: all files are empty")
-    return filled
+def _checksum(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size == 0
+def _same_content(folder: Path, job: _Job) -> ShardSet | None:
+    """The shards at `folder` if they are those wanted, None if it is empty; otherwise DataError."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        return None
+    if not is_prepared(folder):
+        raise DataError(f"{folder}: exists and is not a prepared folder; choose another one for the output")
+    existing = ShardSet(folder)
+    differing = [name for name, value in job.recipe.items() if existing.source.get(name) != value]
+    if not differing and existing.source.get("content") == _content(job, cut_rule(existing.tokenizer)):
+        return existing
+    raise DataError(
+        f"{folder}: is prepared already, with another {' and '.join(differing or ['content'])}; replace it with "
+        f"--force or choose another folder for the output"
+    )
 
 
-def _in_folder(folder: Path, patterns: Sequence[str]) -> list[_Document]:
-    root = folder.resolve().name
-    return [
-        _Document(f"{root}/{path.relative_to(folder).as_posix()}", path)
-        for path in _walk(folder)
-        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns)
-    ]
+def _content(job: _Job, rule: CutRule) -> str:
+    content = b""
+    with closing(job.results("checking", checksum_unit, job.units(rule))) as results:
+        for _, checksum in results:
+            content = _chained(content, checksum)
+    return content.hex()
 
 
-def _walk(folder: Path, omitted: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Regular files below `folder` in a fixed order, without hidden ones and the folders `omitted`."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in omitted)
-        paths = (Path(parent, name) for name in sorted(files) if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+def _chained(content: bytes, checksum: bytes) -> bytes:
+    return hashlib.sha256(content + checksum).digest()
 
 
-def _library_sources() -> tuple[list[_Document], int]:
-    """Python's library sources, and how many were left out: fixtures of its tests that are not UTF-8."""
-    library = Path(sysconfig.get_path("stdlib"))
-    documents, skipped = [], 0
-    for path in _walk(library, _NOT_LIBRARY):
-        if path.suffix != ".py" or not path.stat().st_size:
-            continue
-        if _is_utf8(path):
-            documents.append(_Document(path.relative_to(library).as_posix(), path))
-        else:
-            skipped += 1
-    if not documents:
-        raise DataError(f"{library}: this Python keeps no library sources there; name files or folders instead")
-    return documents, skipped
-
-
-def _is_utf8(path: Path) -> bool:
+def _make(job: _Job, encoder: Tokenizer | None, work: PartialFolder) -> int:
+    """Write the files; returns the bytes of text that were encoded."""
     try:
-        for _ in read_pieces(path):
-            pass
+        start = _go_on(job, encoder, work) or _begin(job, encoder, work)
+        with closing(start.files):
+            return _encode(job, start, work) - start.text_bytes
+    except ProcessLostError:
+        raise
     except DataError:
-        return False
-    return True
+        work.forget()  # the inputs must change, and another run cannot go on with changed ones
+        raise
 
 
-def _texts(documents: Iterable[_Document]) -> Iterator[str]:
-    for document in documents:
-        for piece in read_pieces(document.path):
-            yield piece.decode("utf-8")
+@dataclass(frozen=True)
+class _Start:
+    tokenizer: Tokenizer
+    files: ShardFiles
+    position: Position = BEGINNING
+    content: bytes = b""
+    text_bytes: int = 0
 
 
-class _ContentDigest:
-    """A checksum of documents in order, which does not depend on how they are read."""
-
-    def __init__(self) -> None:
-        self._all = hashlib.sha256()
-        self._document = hashlib.sha256()
-
-    def update(self, piece: bytes) -> None:
-        self._document.update(piece)
-
-    def end_document(self) -> None:
-        self._all.update(self._document.digest())
-        self._document = hashlib.sha256()
-
-    def hexdigest(self) -> str:
-        return self._all.hexdigest()
+def _go_on(job: _Job, encoder: Tokenizer | None, work: PartialFolder) -> _Start | None:
+    """Where a run of the same job has stopped; None if there was none."""
+    journal = work.journal()
+    if journal is None or journal["job"] != job.identity:
+        return None
+    try:
+        tokenizer = encoder or tokenizer_from_spec(json.loads((work.path / _SPEC).read_bytes()))
+        files = ShardFiles(
+            work.files, tokenizer=tokenizer, shard_tokens=job.recipe["shard_tokens"], state=journal["files"]
+        )
+    except OSError:
+        return None  # somebody has been here: what is left is worth no more than nothing
+    content = bytes.fromhex(journal["content"])
+    return _Start(tokenizer, files, Position(*journal["next"]), content, journal["text_bytes"])
 
 
-def _content(documents: Iterable[_Document]) -> str:
-    digest = _ContentDigest()
-    for document in documents:
-        for piece in read_pieces(document.path):
-            digest.update(piece)
-        digest.end_document()
-    return digest.hexdigest()
+def _begin(job: _Job, encoder: Tokenizer | None, work: PartialFolder) -> _Start:
+    work.clear()
+    tokenizer = encoder or _corpus_characters(job)
+    if encoder is None:
+        work.keep(_SPEC, json.dumps(tokenizer.spec()).encode())
+    return _Start(tokenizer, ShardFiles(work.files, tokenizer=tokenizer, shard_tokens=job.recipe["shard_tokens"]))
 
 
-def _write(documents: Iterable[_Document], tokenizer: CharacterwiseTokenizer, writer: ShardWriter) -> str:
-    digest = _ContentDigest()
-    for document in documents:
-        for piece in read_pieces(document.path):
-            digest.update(piece)
-            writer.write(tokenizer.encode_array(piece.decode("utf-8")))
-        digest.end_document()
-        writer.end_document()
-    return digest.hexdigest()
+def _corpus_characters(job: _Job) -> CorpusCharTokenizer:
+    found: set[str] = set()
+    with closing(job.results("characters", characters_of_unit, job.units("characters"))) as results:
+        for _, characters in results:
+            found.update(characters)
+    return CorpusCharTokenizer(found)
 
 
-def _summary(shards: ShardSet, *, already_prepared: bool) -> PreparedSummary:
+def _encode(job: _Job, start: _Start, work: PartialFolder) -> int:
+    """Write the rest of the files; returns the bytes of text in all of them."""
+    files, content, text_bytes = start.files, start.content, start.text_bytes
+    task = partial(encode_unit, tokenizer=start.tokenizer)
+    noted = job.clock()
+    with closing(job.results("encoding", task, job.units(cut_rule(start.tokenizer), start.position))) as results:
+        for unit, encoded in results:
+            files.append(encoded.ids, encoded.ends)
+            content = _chained(content, encoded.checksum)
+            text_bytes += encoded.size
+            if job.clock() - noted >= _SECONDS_BETWEEN_NOTES:
+                work.note(
+                    {
+                        "job": job.identity,
+                        "next": [unit.next.number, unit.next.offset],
+                        "content": content.hex(),
+                        "text_bytes": text_bytes,
+                        "files": files.saved(),
+                    }
+                )
+                noted = job.clock()
+    if not files.tokens:
+        raise DataError("all documents are empty: there is nothing to train on")
+    files.finish({**job.recipe, "content": content.hex(), "text_bytes": text_bytes})
+    return text_bytes
+
+
+def _summary(shards: ShardSet, *, encoded_bytes: int, already_prepared: bool) -> PreparedSummary:
     return PreparedSummary(
         folder=shards.folder,
         tokens=shards.tokens,
         documents=shards.documents,
-        vocab_size=shards.tokenizer.vocab_size,
+        text_bytes=int(shards.source["text_bytes"]),
+        encoded_bytes=encoded_bytes,
+        vocab_size=shards.vocab_size,
         shards=len(shards.shards),
-        skipped=int(shards.source.get("skipped", 0)),
+        skipped=int(shards.source["skipped"]),
         already_prepared=already_prepared,
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from speedtronic.errors import DataError
 
 _ROUNDS = 8
 _LEAST_HALF_BITS = 3  # a smaller Feistel network reaches too few permutations
@@ -77,7 +80,46 @@ class SampleOrder:
 
     def indices(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The sample indices at positions start … stop − 1 of `epoch`; needs 0 ≤ start ≤ stop ≤ size."""
-        positions = np.arange(start, stop, dtype=np.int64)
+        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
+
+    def at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The sample indices at `positions` of `epoch`, each in [0, size)."""
         if not self.shuffle:
             return positions
         return Permutation(self.size, derive_seed(self.seed, epoch))(positions)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How readers share one order: dealt in rounds of world_size · batch_size samples, a batch to each reader.
+
+    What is left for the last round is shared as evenly as can be, rank 0 having the most, or left out with
+    `drop_last`.
+
+    Raises:
+        DataError: a batch size below 1, or a rank that there is not.
+    """
+
+    batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"batch_size must be at least 1, not {self.batch_size}")
+        if not 0 <= self.rank < self.world_size:
+            raise DataError(f"rank {self.rank} of world_size {self.world_size}: ranks count from 0")
+
+    @property
+    def round_size(self) -> int:
+        """Samples that all readers take together."""
+        return self.world_size * self.batch_size
+
+    def share(self, left: int) -> range:
+        """Which samples of a round are this reader's, counted from its start, when `left` samples are left."""
+        size = min(left, self.round_size)
+        if self.drop_last and size < self.round_size:
+            return range(0)
+        first, end = (-(-size * reader // self.world_size) for reader in (self.rank, self.rank + 1))
+        return range(first, end)

@@ -34,13 +34,18 @@ def infinite_batches(loader: Iterable[Any]) -> Iterator[Any]:
             empty = False
             yield batch
         if empty:
-            raise _empty_pass()
+            raise _empty_pass(loader)
 
 
-def _empty_pass() -> DataError:
+def _empty_pass(loader: Iterable[Any]) -> DataError:
+    if isinstance(loader, Iterator):
+        return DataError(
+            f"the data loader yielded no batch: it is an iterator ({type(loader).__name__}), which can be read only "
+            f"once; give an object whose __iter__ begins anew, or train for fewer steps"
+        )
     return DataError(
-        "a whole pass over the data loader yielded no batch: the data is empty, smaller than a batch, or an "
-        "iterator that can be read only once"
+        "a whole pass over the data loader yielded no batch: the data is empty or smaller than a batch, or its "
+        "__iter__ does not begin anew"
     )
 
 
@@ -60,11 +65,18 @@ class BatchStream:
     those that a `DataLoader` or its samplers were given; to resume, it begins the epoch anew with them and
     drops the batches that were already used.
 
+    The order of the batches is so continued exactly, and what this process draws. What the workers of a foreign
+    loader draw is continued only where it depends on the epoch's beginning alone: not with `persistent_workers`
+    after the first epoch, nor in the epoch in which a loader went on at a position of its own.
+
     Args:
         loader: any iterable of batches.
         capture_rng: the state of all global random number generators, as a tree that a checkpoint can hold.
         restore_rng: puts such a state back.
         warn: told when an epoch has to be read again.
+
+    Raises:
+        DataError: `loader` cannot be iterated.
     """
 
     def __init__(
@@ -75,6 +87,11 @@ class BatchStream:
         restore_rng: Callable[[dict[str, Any]], None],
         warn: Callable[[str], None] = _log.warning,
     ) -> None:
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise DataError(
+                f"the data loader must be an iterable of batches, not {type(loader).__name__}; of a function that "
+                f"yields batches, give an object whose __iter__ calls it"
+            )
         self._loader = loader
         self._capture_rng = capture_rng
         self._restore_rng = restore_rng
@@ -84,7 +101,7 @@ class BatchStream:
         self._own_at_start: list[Tensor] = []
         self._epoch = 0
         self._delivered = 0
-        self._resumed = False
+        self._resumed: dict[str, Any] | None = None  # the state of the loader at which the present pass began
 
     def __iter__(self) -> BatchStream:
         return self
@@ -101,24 +118,36 @@ class BatchStream:
             self._end_pass()
 
     def _begin_pass(self) -> Iterator[Any]:
+        if self._resumed is not None:
+            return self._continued_pass()
         if not isinstance(self._loader, StatefulLoader):
             self._rng_at_start = self._capture_rng()
             self._own_at_start = self._own_states()
         return iter(self._loader)
 
+    def _continued_pass(self) -> Iterator[Any]:
+        # On its way to its position a loader may draw once more what it drew before the position was saved.
+        now = self._capture_rng()
+        batches = iter(self._loader)
+        self._restore_rng(now)
+        self._restore_own()
+        return batches
+
     def _end_pass(self) -> None:
         # A loader that was restored at the very end of its epoch rightly has nothing more to give in it.
-        if not self._delivered and not self._resumed:
-            raise _empty_pass()
+        if not self._delivered and self._resumed is None:
+            raise _empty_pass(self._loader)
         self._batches = None
         self._epoch += 1
         self._delivered = 0
-        self._resumed = False
+        self._resumed = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that `next` returned."""
         if isinstance(self._loader, StatefulLoader):
-            return {"loader": self._loader.state_dict()}
+            if self._resumed is not None and self._batches is None:
+                return self._resumed
+            return {"loader": self._loader.state_dict(), "generators": self._own_states()}
         return {
             "epoch": self._epoch,
             "batches": self._delivered,
@@ -144,17 +173,18 @@ class BatchStream:
             )
         self._batches = None
         self._delivered = 0
+        self._own_at_start = list(state.get("generators", ()))
         if isinstance(self._loader, StatefulLoader):
+            self._restore_own()
             self._loader.load_state_dict(state["loader"])
-            self._resumed = True
+            self._resumed = dict(state)
+            return
+        self._epoch = int(state["epoch"])
+        self._rng_at_start = state["rng"]
+        if state["batches"]:
+            self._replay(int(state["batches"]))
         else:
-            self._epoch = int(state["epoch"])
-            self._rng_at_start = state["rng"]
-            self._own_at_start = list(state.get("generators", ()))
-            if state["batches"]:
-                self._replay(int(state["batches"]))
-            else:
-                self._restore_own()
+            self._restore_own()
 
     def _restore_own(self) -> None:
         generators = _own_generators(self._loader)

@@ -1,22 +1,24 @@
-"""Tokenizers that need no training: UTF-8 bytes, and the characters of a corpus."""
+"""What a tokenizer is, and those that need no training: UTF-8 bytes, and the characters of a corpus."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
+from speedtronic.data.json_tokenizer import json_tokenizer
+from speedtronic.data.rank_tokenizer import RankTokenizer, tokens_of_rank_file
+from speedtronic.data.token_ids import UNMAPPED, check_id, utf8
+from speedtronic.data.token_ids import IdArray as IdArray
 from speedtronic.errors import DataError
 
 BYTE_VALUES = 256
 REPLACEMENT_CHARACTER = "\ufffd"
-
-IdArray = npt.NDArray[np.unsignedinteger[Any]]
+LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 class Tokenizer(Protocol):
@@ -48,6 +50,23 @@ class CharacterwiseTokenizer(Tokenizer, Protocol):
         """The ids of `text` as an array: `encode` without a Python integer per token."""
 
 
+@runtime_checkable
+class BatchTokenizer(Tokenizer, Protocol):
+    """A tokenizer that encodes several texts faster than one by one."""
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[IdArray]:
+        """The ids of each text. Raises DataError for text that the vocabulary cannot hold."""
+
+
+@runtime_checkable
+class BytewiseTokenizer(Tokenizer, Protocol):
+    """A tokenizer whose every token stands for the same bytes wherever it occurs."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, UTF-8 only together with others. Raises DataError for an id outside the
+        vocabulary."""
+
+
 class CharTokenizer:
     """One token per UTF-8 byte; ids are the byte values 0 to 255, in a vocabulary of any size.
 
@@ -63,10 +82,7 @@ class CharTokenizer:
         self.vocab_size = vocab_size
 
     def encode_array(self, text: str) -> IdArray:
-        try:
-            ids = np.frombuffer(text.encode("utf-8"), np.uint8)
-        except UnicodeEncodeError as error:
-            raise DataError(f"the text has a lone surrogate at character {error.start}: not Unicode") from error
+        ids = np.frombuffer(utf8(text), np.uint8)
         self.check_bytes(ids, where="the text")
         return ids
 
@@ -85,9 +101,12 @@ class CharTokenizer:
             f"a vocab_size of {BYTE_VALUES} holds every byte"
         )
 
+    def token_bytes(self, token: int) -> bytes:
+        check_id(token, self.vocab_size)
+        return bytes([token]) if token < BYTE_VALUES else UNMAPPED
+
     def decode(self, ids: Iterable[int]) -> str:
-        decoder = StreamDecoder(self)
-        return "".join(decoder.push(token) for token in ids) + decoder.flush()
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def spec(self) -> dict[str, Any]:
         return {"type": "bytes", "vocab_size": self.vocab_size}
@@ -144,7 +163,7 @@ class CorpusCharTokenizer:
         return "".join(self._character(token) for token in ids)
 
     def _character(self, token: int) -> str:
-        _check_id(token, self.vocab_size)
+        check_id(token, self.vocab_size)
         return self.characters[token]
 
     def spec(self) -> dict[str, Any]:
@@ -154,60 +173,87 @@ class CorpusCharTokenizer:
         return f"CorpusCharTokenizer({self.vocab_size} characters)"
 
 
-def _check_id(token: int, vocab_size: int) -> None:
-    if not 0 <= token < vocab_size:
-        raise DataError(f"token id {token} is outside the tokenizer's vocabulary of {vocab_size}")
-
-
 class StreamDecoder:
-    """Text from tokens one at a time; a character whose bytes have not all come yet is held back."""
+    """Text from tokens one at a time; a character whose bytes have not all come yet is held back.
+
+    The pieces together are what the tokenizer makes of all tokens at once, except that one which decodes bytes that
+    are not UTF-8 in a way of its own may show them otherwise.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._bytewise = tokenizer if isinstance(tokenizer, BytewiseTokenizer) else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # Without bytes: tokens whose text has been given, and tokens whose text may not be complete.
+        self._given: list[int] = []
         self._held: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that `token` completes, maybe none. Raises DataError for an id outside the vocabulary."""
-        if isinstance(self._tokenizer, CharTokenizer):
-            return self._push_byte(token)
+        if self._bytewise is not None:
+            return self._utf8.decode(self._bytewise.token_bytes(token))
         self._held.append(token)
-        text = self._tokenizer.decode(self._held)
-        if text.endswith(REPLACEMENT_CHARACTER):
+        text = self._text_of_held()
+        # A token that is not whole characters is one byte, so that more than those of one character are none.
+        if text.endswith(REPLACEMENT_CHARACTER) and len(self._held) < LONGEST_CHARACTER:
             return ""
-        self._held.clear()
+        self._give_held()
         return text
-
-    def _push_byte(self, token: int) -> str:
-        _check_id(token, self._tokenizer.vocab_size)
-        if token < BYTE_VALUES:
-            return self._utf8.decode(bytes([token]))
-        return self.flush() + REPLACEMENT_CHARACTER
 
     def flush(self) -> str:
         """The rest: bytes still held back, which no later token can complete, become U+FFFD."""
-        text = self._utf8.decode(b"", final=True)
+        text = self._utf8.decode(b"", final=True) + self._text_of_held()
         self._utf8.reset()
-        if self._held:
-            text += self._tokenizer.decode(self._held)
-            self._held.clear()
+        self._give_held()
         return text
+
+    def _text_of_held(self) -> str:
+        """What the held tokens add to the text of those before them, which may decide about a space between."""
+        if not self._held:
+            return ""
+        before = self._tokenizer.decode(self._given)
+        return self._tokenizer.decode([*self._given, *self._held])[len(before) :]
+
+    def _give_held(self) -> None:
+        if self._held:
+            self._given, self._held = self._held, []
 
 
 def tokenizer_from_spec(spec: Mapping[str, Any]) -> Tokenizer:
-    """Rebuild the tokenizer that wrote `spec`. Raises DataError for a type that is not known."""
+    """Rebuild the tokenizer that wrote `spec`.
+
+    Raises:
+        DataError: a type that is not known, or a description that is not one.
+        MissingExtraError: the library that the tokenizer needs is not installed.
+    """
     match spec:
         case {"type": "bytes", "vocab_size": int(vocab_size)}:
             return CharTokenizer(vocab_size)
         case {"type": "chars", "characters": str(characters)}:
             return CorpusCharTokenizer(characters)
-    raise DataError(f"unknown tokenizer type {spec.get('type')!r}; this version knows 'bytes' and 'chars'")
+        case {"type": "tokenizers", "json": str(text)}:
+            return json_tokenizer(text)
+        case {"type": "tiktoken", "ranks": str(text)}:
+            return RankTokenizer(tokens_of_rank_file(text))
+    raise DataError(
+        f"unknown tokenizer type {spec.get('type')!r}; this version knows 'bytes', 'chars', 'tokenizers' and 'tiktoken'"
+    )
 
 
 def spec_fingerprint(spec: Mapping[str, Any]) -> str:
     """SHA-256 (hex) of a tokenizer's spec: equal for tokenizers that give equal ids."""
     canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IdArray]:
+    """The ids of each text, in the fastest way that the tokenizer has. Raises DataError as `encode` does."""
+    match tokenizer:
+        case CharacterwiseTokenizer():
+            return [tokenizer.encode_array(text) for text in texts]
+        case BatchTokenizer():
+            return list(tokenizer.encode_batch(texts))
+    return [np.asarray(tokenizer.encode(text), np.uint32) for text in texts]
 
 
 def encode_pieces(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[IdArray]:
@@ -219,4 +265,4 @@ def encode_pieces(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[IdArra
     if isinstance(tokenizer, CharacterwiseTokenizer):
         yield from map(tokenizer.encode_array, texts)
     else:
-        yield np.asarray(tokenizer.encode("".join(texts)), np.uint32)
+        yield from encode_texts(tokenizer, ["".join(texts)])

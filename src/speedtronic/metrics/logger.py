@@ -14,6 +14,7 @@ from typing import Any, Self, TextIO
 
 from speedtronic.errors import ConfigError
 from speedtronic.metrics.console import ConsoleSink
+from speedtronic.metrics.hooks import HookThread, hook_name
 from speedtronic.metrics.jsonl import JsonlSink
 from speedtronic.metrics.progress import PROGRESS_MODES, ProgressMode, ProgressSink
 from speedtronic.metrics.records import (
@@ -42,7 +43,8 @@ class MetricLogger:
     run.
 
     `train_step` events reach the sinks only when their `step` is a multiple of `every_steps`; all other
-    events always do. Hooks hear every event. A file that cannot be written (a full disk) is reported once
+    events always do. Hooks hear every event, each on a thread of its own; one that hangs or is slow is waited
+    for as `HookThread` says. A file that cannot be written (a full disk) is reported once
     on the console and tried again with each record; a closed pipe silences the console. Safe to use from
     several threads.
 
@@ -59,6 +61,7 @@ class MetricLogger:
         stream: where console lines go; None means `sys.stdout` as it is at that moment.
         hooks: callables `(event, payload)` or objects with `on_event(event, payload)`.
         progress: a live line on a terminal: `off`, `auto` (unless `level` hides ordinary lines) or `on`.
+        hook_patience: seconds that each hook may keep others waiting, besides a twentieth of all the time.
         clock: monotonic seconds, for `elapsed_s`.
         now: the time in UTC.
 
@@ -77,6 +80,7 @@ class MetricLogger:
         hooks: Iterable[Hook] | None = None,
         *,
         progress: ProgressMode = "off",
+        hook_patience: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = _utc_now,
     ) -> None:
@@ -101,6 +105,8 @@ class MetricLogger:
             self._sinks.append(_opened("json_file", json_file, JsonlSink))
         self._failing: set[str] = set()
         self.hooks: list[Hook] = []
+        self._hook_patience = hook_patience
+        self._hook_threads: dict[int, HookThread] = {}
         self._hooks_explained: set[int] = set()
         for hook in hooks or ():
             self.add_hook(hook)
@@ -124,7 +130,7 @@ class MetricLogger:
         if event != TRAIN_STEP or _is_multiple(payload.get("step", 0), self.every_steps):
             self._write(event, event_level(event), payload)
         for hook in self.hooks:
-            self._tell(hook, event, dict(payload))
+            self._thread_of(hook).tell(event, dict(payload))
 
     def info(self, message: str) -> None:
         self._log(INFO, message)
@@ -136,7 +142,12 @@ class MetricLogger:
         self._log(ERROR, message)
 
     def close(self) -> None:
-        """End the progress line, close the files. Harmless when repeated; a later event opens them again."""
+        """Let slow hooks come to their end, end the progress line, close the files.
+
+        Harmless when repeated; a later event opens all of it again.
+        """
+        for thread in list(self._hook_threads.values()):
+            thread.close()
         with self._lock:
             for sink in self._sinks:
                 sink.close()
@@ -179,22 +190,19 @@ class MetricLogger:
         message = f"cannot write to {sink.name}: {reason}; training goes on, the file misses lines meanwhile"
         self._write_to(self._console, self._record(LOG, WARNING, {"level": "WARNING", "message": message}))
 
-    def _tell(self, hook: Hook, event: str, payload: dict[str, Any]) -> None:
-        try:
-            if isinstance(hook, TrainingHook):
-                hook.on_event(event, payload)
-            else:
-                hook(event, payload)
-        except Exception as error:  # noqa: BLE001 - foreign code: whatever a hook raises must not end the run
-            self.warning(self._hook_failure(hook, event, error))
+    def _thread_of(self, hook: Hook) -> HookThread:
+        with self._lock:
+            # The entry keeps its hook, so that no other one can come to have the same id.
+            if id(hook) not in self._hook_threads:
+                self._hook_threads[id(hook)] = HookThread(hook, self._hook_patience, self._hook_failed, self.warning)
+            return self._hook_threads[id(hook)]
 
-    def _hook_failure(self, hook: Hook, event: str, error: Exception) -> str:
-        name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        message = f"hook {name} failed on {event}: {type(error).__name__}: {error}"
-        if id(hook) in self._hooks_explained:
-            return message
-        self._hooks_explained.add(id(hook))
-        return message + "\n" + "".join(traceback.format_exception(error)).rstrip()
+    def _hook_failed(self, hook: Hook, event: str, error: BaseException) -> None:
+        message = f"hook {hook_name(hook)} failed on {event}: {type(error).__name__}: {error}"
+        if id(hook) not in self._hooks_explained:
+            self._hooks_explained.add(id(hook))
+            message += "\n" + "".join(traceback.format_exception(error)).rstrip()
+        self.warning(message)
 
 
 def _threshold(level: str) -> int:

@@ -16,6 +16,7 @@ TRAIN_STEP = "train_step"
 LOG = "log"
 
 _EVENT_LEVELS: Mapping[str, int] = {
+    "shape_profile": LEVELS["DEBUG"],
     "nonfinite": WARNING,
     "optimizer_step_skipped": WARNING,
     "shape_warning": WARNING,
@@ -24,7 +25,7 @@ _EVENT_LEVELS: Mapping[str, int] = {
 
 
 def event_level(event: str) -> int:
-    """The level an event is shown at: WARNING for what a reader should not miss, else INFO."""
+    """The level an event is shown at: WARNING for what a reader should not miss, DEBUG for what few look for."""
     return _EVENT_LEVELS.get(event, INFO)
 
 

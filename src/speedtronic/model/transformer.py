@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
 import torch
@@ -327,7 +328,11 @@ class ReferenceTransformer(nn.Module):
         self._initialise()
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> ModelOutput:
         """Predict the next token at every position.
 
@@ -336,13 +341,16 @@ class ReferenceTransformer(nn.Module):
             labels: `(B, T)` or `(B, T - 1)` targets, see `causal_cross_entropy`.
             attention_mask: `(B, T)`, true where there is a real token. Only left or inner padding needs one:
                 with causal attention no real token sees padding on its right.
+            document_ids: integer `(B, T)`; a position sees only positions with its own id, so that documents which
+                were packed into one sequence are computed as if each stood alone. Rotary positions are relative, and
+                go on counting.
 
         Raises:
             ValueError: a shape does not fit, or the sequence is too long.
         """
-        self._check_input(input_ids, attention_mask)
+        self._check_input(input_ids, attention_mask, document_ids)
         rotary = self.rotary(input_ids.size(1))
-        allowed = None if attention_mask is None else _causal_and_real(attention_mask)
+        allowed = _allowed(attention_mask, document_ids)
         x = self.transformer["drop"](self.transformer["wte"](input_ids))
         for block in self.blocks:
             x = block(x, rotary, allowed)
@@ -401,16 +409,16 @@ class ReferenceTransformer(nn.Module):
         for matrix in matrices:
             nn.init.normal_(matrix, mean=0.0, std=INIT_STD)
 
-    def _check_input(self, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    def _check_input(self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None) -> None:
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must have shape (B, T), not {tuple(input_ids.shape)}")
         if input_ids.size(1) > self.config.block_size:
             raise ValueError(f"a sequence of {input_ids.size(1)} tokens exceeds max_seq_len, {self.config.block_size}")
-        if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask of shape {tuple(attention_mask.shape)} does not fit input_ids of shape "
-                f"{tuple(input_ids.shape)}"
-            )
+        for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name} of shape {tuple(given.shape)} does not fit input_ids of shape {tuple(input_ids.shape)}"
+                )
 
 
 GPT = ReferenceTransformer
@@ -477,16 +485,23 @@ def _resolve_config(config: GPTConfig | None, options: GPTOptions) -> GPTConfig:
     return GPTConfig(**fields)
 
 
-def _causal_and_real(attention_mask: Tensor) -> Tensor:
-    """Which key each query may see, bool `(B, 1, T, T)`: the past, as far as it is real, and always itself.
+def _allowed(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """Which key each query may see, bool `(B, 1, T, T)`; None for all of the past.
 
-    A padding position would otherwise see nothing at all, and a softmax over nothing is NaN.
+    That is the past, as far as it is real and of the query's own document, and always itself: a padding position would
+    otherwise see nothing at all, and a softmax over nothing is NaN.
     """
-    length = attention_mask.size(1)
-    square = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
-    past = square.tril()
-    itself = past & square.triu()
-    return (past & attention_mask.bool()[:, None, None, :]) | itself
+    limits = []
+    if attention_mask is not None:
+        limits.append(attention_mask.bool()[:, None, None, :])
+    if document_ids is not None:
+        limits.append(document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    if not limits:
+        return None
+    length = limits[0].size(-1)
+    past = torch.ones(length, length, dtype=torch.bool, device=limits[0].device).tril()
+    itself = past & past.triu()
+    return reduce(torch.logical_and, limits, past) | itself
 
 
 def _differ(first: Tensor | None, second: Tensor | None) -> bool:

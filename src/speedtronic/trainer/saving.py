@@ -14,7 +14,8 @@ from speedtronic.metrics import MetricLogger
 class CheckpointSaver:
     """Saves, in the background where asked to, and reports each finished or failed save as a `checkpoint` event.
 
-    A failed save never ends the run: the older checkpoints stay, and `error` says what went wrong with the last one.
+    A failed save never ends the run: the older checkpoints stay, the next one that is due is tried as if nothing had
+    happened, and `error` says what went wrong with the last one.
 
     Args:
         manager: writes the checkpoints.
@@ -41,7 +42,7 @@ class CheckpointSaver:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save `state`; waits for a write that is still on its way first."""
         self.wait()
-        self._step = step
+        self._step, self.error = step, None
         try:
             if self._background:
                 self._writing = self._manager.save_async(step, state)
@@ -67,8 +68,12 @@ class CheckpointSaver:
         else:
             self._saved(writing.result())
 
+    def close(self) -> None:
+        """Wait like `wait`, and give back what saving in the background takes."""
+        self.wait()
+        self._manager.close()
+
     def _saved(self, path: Path) -> None:
-        self.error = None
         self._logger.emit("checkpoint", {"step": self._step, "path": str(path)})
 
     def _failed(self, error: Exception) -> None:

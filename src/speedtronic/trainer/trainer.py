@@ -23,6 +23,7 @@ from speedtronic.data import BatchStream
 from speedtronic.errors import CheckpointError, ConfigError, NonFiniteError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, make_grad_scaler, resolve_precision
+from speedtronic.shapes import ShapeReport, validate_startup_shapes
 from speedtronic.trainer.compiled import CompiledModel, is_out_of_memory
 from speedtronic.trainer.guard import NonFiniteGuard
 from speedtronic.trainer.loss import LossFunction, align_labels
@@ -46,6 +47,9 @@ from speedtronic.trainer.throughput import device_peak_flops, training_flops_per
 # A scaler starts at 2¹⁶ and halves at each overflow: a run that still overflows after this many halvings in a row
 # multiplies its loss by less than 2⁻⁴⁸ and will not recover.
 MAX_CONSECUTIVE_OVERFLOWS = 64
+
+# What Hugging Face's models call their hook for gradient checkpointing, and called it before.
+_HUGGING_FACE_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 class Evaluator(Protocol):
@@ -98,6 +102,7 @@ class Trainer:
             is being interrupted.
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints does anyway.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
+        shape_report: what a startup shape validation found; `fit` validates where there was none.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class Trainer:
         evaluator: Evaluator | None = None,
         lock_directory: Path | None = None,
         metadata: Mapping[str, Any] | None = None,
+        shape_report: ShapeReport | None = None,
     ) -> None:
         self.config = _as_config(config)
         self.model = model
@@ -133,6 +139,7 @@ class Trainer:
         self.checkpoint_manager = checkpoint_manager
         self.coordinator = coordinator
         self.max_steps = max_steps
+        self.shape_report = shape_report
         self.step = start_step
         self._counters = Counters()
         self._evaluator = evaluator
@@ -179,6 +186,7 @@ class Trainer:
         """
         with ExitStack() as stack:
             fit = self._begin(max_steps, stack)
+            self._validate_shapes()
             self._start_coordinator(stack)
             self._announce(fit)
             while fit.wants_more(self.step):
@@ -203,7 +211,7 @@ class Trainer:
         fit = _Fit(
             target=target,
             scaler=scaler,
-            guard=NonFiniteGuard(self.config.run.on_nonfinite, self.optimizer),
+            guard=NonFiniteGuard(self.config.run.on_nonfinite, self.optimizer, _plain(self.model)),
             # A logger of the user's may have no cadence; then each step is one to log.
             readback=Readback(self.device, getattr(self.logger, "every_steps", 1)),
             reporter=StepReporter(self.logger, self._counters, self.device, self._utilisation()),
@@ -256,6 +264,12 @@ class Trainer:
             self._scaler_state = self._fit.scaler.state_dict()
         self._fit = None
 
+    def _validate_shapes(self) -> None:
+        if self.shape_report is None:
+            self.shape_report = validate_startup_shapes(
+                self.config, self.model, self.device, self.precision, self.logger
+            )
+
     def _start_coordinator(self, stack: ExitStack) -> None:
         if self.coordinator is None:
             return
@@ -286,7 +300,8 @@ class Trainer:
     def _train_step(self, fit: _Fit) -> bool:
         """Run one global step; false when the gradient scaler skipped its update."""
         batches = self._take_micro_batches()
-        loss = self._backward(batches, fit.scaler)
+        fit.guard.keep_buffers()
+        loss = self._backward(fit, batches)
         if fit.scaler.is_enabled():
             norm, bad, applied = self._scaled_update(fit, loss)
         else:
@@ -302,20 +317,21 @@ class Trainer:
         batches = [next(self._batches) for _ in range(self.config.accumulation_steps)]
         return [align_labels(batch) for batch in batches] if self.config.data.labels == "unshifted" else batches
 
-    def _backward(self, batches: list[Any], scaler: torch.amp.GradScaler) -> Tensor:
+    def _backward(self, fit: _Fit, batches: list[Any]) -> Tensor:
         """Accumulate the gradients of one update; on a failure of compiled code, once more without it."""
         if self._compiled is None:
-            return self._accumulate(self.model, batches, scaler)
+            return self._accumulate(self.model, batches, fit.scaler)
         rng = capture_rng_state()
         try:
-            return self._accumulate(self._compiled, batches, scaler)
+            return self._accumulate(self._compiled, batches, fit.scaler)
         except Exception as error:  # noqa: BLE001 - compilers fail in any way; what the eager rerun raises is raised
             if is_out_of_memory(error):
                 raise
             self._abandon_compilation("runtime_fallback", error)
             restore_rng_state(rng)
+            fit.guard.put_buffers_back()
             self.optimizer.zero_grad(set_to_none=True)
-        return self._accumulate(self.model, batches, scaler)
+        return self._accumulate(self.model, batches, fit.scaler)
 
     def _accumulate(self, model: Callable[..., Any], batches: list[Any], scaler: torch.amp.GradScaler) -> Tensor:
         by_tokens = self.config.data.loss_normalization == "tokens"
@@ -345,6 +361,7 @@ class Trainer:
         fit.scaler.update()
         before, fit.scale = fit.scale, fit.scaler.get_scale()
         if fit.scale < before:
+            fit.guard.put_buffers_back()
             self._note_overflow(fit)
         else:
             fit.overflows = 0
@@ -406,12 +423,20 @@ class Trainer:
         policy = self.config.run.on_nonfinite
         self.logger.emit("nonfinite", {"step": step, "loss": loss, "grad_norm": norm, "action": policy})
         if policy == "stop":
+            self._go_back(step - 1)
             raise NonFiniteError(
                 f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; the weights "
                 "are those of the step before. Lower the learning rate, set optimizer.grad_clip, or look at the data; "
                 "run.on_nonfinite: skip leaves such updates out",
                 step=step,
             )
+
+    def _go_back(self, step: int) -> None:
+        """Count no update that was not applied: when one is found to be bad, others may have been tried after it."""
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR):
+            self.scheduler.last_epoch -= self.step - step
+            self._recompute_learning_rates()
+        self.step = step
 
     def _settle(self) -> None:
         """Wait for the numbers of all updates so far, and report them."""
@@ -555,8 +580,7 @@ class Trainer:
         if not self.config.gradient_checkpointing:
             return
         try:
-            hook: Any = self.model.set_gradient_checkpointing
-            hook(True)
+            _enable_gradient_checkpointing(self.model)
         except Exception as error:  # noqa: BLE001 - the hook is the user's code, and the feature only saves memory
             self.logger.warning(f"gradient checkpointing is not available for this model: {error}")
 
@@ -585,6 +609,14 @@ def _as_config(config: SpeedtronicConfig | dict[str, Any] | None) -> Speedtronic
     if config is None:
         return SpeedtronicConfig()
     return SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
+
+
+def _enable_gradient_checkpointing(model: Any) -> None:
+    foreign = [name for name in _HUGGING_FACE_CHECKPOINTING if hasattr(model, name)]
+    if foreign and not hasattr(model, "set_gradient_checkpointing"):
+        getattr(model, foreign[0])()
+    else:
+        model.set_gradient_checkpointing(True)
 
 
 def _plain(model: nn.Module) -> nn.Module:

@@ -1,0 +1,339 @@
+"""Startup shape validation: sizes that the hardware computes no faster than the next larger ones.
+
+Tensor cores multiply half-precision matrices in tiles. A side that is a multiple of 16 bytes, 8 elements of bfloat16 or
+float16, fills them; any other side is padded, or keeps the product off the tensor cores (NVIDIA, "Matrix
+Multiplication Background User's Guide", Tensor Core Requirements). Nothing here stops a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from speedtronic.config import SpeedtronicConfig
+from speedtronic.errors import ConfigError
+from speedtronic.precision import Mode, PrecisionPlan
+
+Alignment: TypeAlias = int | Literal["auto", "none"] | None
+WarningCode = Literal[
+    "batch_alignment",
+    "sequence_alignment",
+    "token_alignment",
+    "model_alignment",
+    "vocab_alignment",
+    "model_metadata",
+]
+
+TENSOR_CORE_ALIGNMENT = 8  # elements of 2 bytes in 16 bytes
+
+METADATA_HOOK = "speedtronic_shape_metadata"
+"""The method by which a model may name its own dimensions: it returns a mapping from names to sizes."""
+
+_LAYER_SIZES: tuple[tuple[tuple[type[nn.Module], ...], tuple[str, ...]], ...] = (
+    ((nn.Linear,), ("in_features", "out_features")),
+    ((nn.Embedding,), ("embedding_dim",)),
+    (
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        ("in_channels", "out_channels"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ShapeProfile:
+    """What sizes are held against.
+
+    Attributes:
+        device_type: "cuda", "mps" or "cpu".
+        precision: "bf16", "fp16" or "fp32".
+        alignment: the number whose multiples are wanted; None where any size is as good.
+        source: "auto" where device and precision decide, "explicit" where the alignment was asked for.
+    """
+
+    device_type: str
+    precision: Mode
+    alignment: int | None
+    source: Literal["auto", "explicit"]
+
+
+@dataclass(frozen=True)
+class ShapeWarning:
+    """A size that is no multiple of the alignment.
+
+    Attributes:
+        code: which check it is of; "model_metadata" for a model whose `speedtronic_shape_metadata` failed.
+        field: the configuration's key, or the dimension in the model.
+        value: its size; None under "model_metadata".
+        suggested: a size that would be aligned; None where there is none that fits.
+        alignment: the number whose multiples are wanted.
+        reason: what a reader would gain.
+    """
+
+    code: WarningCode
+    field: str
+    value: int | None
+    suggested: int | None
+    alignment: int
+    reason: str
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"{self.field}: {self.reason}"
+        remedy = f", such as {self.suggested}" if self.suggested is not None else ""
+        return f"{self.field} is {self.value}, not a multiple of {self.alignment}{remedy}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class ShapeReport:
+    """What the validation found, in the order of the checks."""
+
+    profile: ShapeProfile
+    warnings: tuple[ShapeWarning, ...] = ()
+
+    @property
+    def warning_count(self) -> int:
+        return len(self.warnings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists, strings, numbers and None."""
+        return {
+            "profile": asdict(self.profile),
+            "warnings": [asdict(warning) for warning in self.warnings],
+            "warning_count": self.warning_count,
+        }
+
+
+class EventLogger(Protocol):
+    """What a `MetricLogger` is here."""
+
+    def emit(self, event: str, payload: dict[str, Any]) -> object: ...
+
+
+ShapeLogger: TypeAlias = EventLogger | logging.Logger
+
+
+def resolve_shape_profile(
+    device: str | torch.device, precision: PrecisionPlan | Mode, requested_alignment: Alignment = "auto"
+) -> ShapeProfile:
+    """Find out which multiples a device wants in a precision.
+
+    Args:
+        device: where the run computes; it need not exist here.
+        precision: the resolved plan, or its mode.
+        requested_alignment: "auto" is 8 for bf16 and fp16 on CUDA and none elsewhere; a number is taken as it is;
+            "none" or None is no alignment anywhere.
+
+    Raises:
+        ConfigError: the alignment is none of these.
+    """
+    kind = torch.device(device).type
+    mode = precision.mode if isinstance(precision, PrecisionPlan) else precision
+    if requested_alignment == "auto":
+        half = kind == "cuda" and mode in ("bf16", "fp16")
+        return ShapeProfile(kind, mode, TENSOR_CORE_ALIGNMENT if half else None, "auto")
+    if requested_alignment is None or requested_alignment == "none":
+        return ShapeProfile(kind, mode, None, "explicit")
+    if not _is_size(requested_alignment):
+        raise ConfigError(
+            "shape_validation.alignment: must be 'auto', 'none' or a whole number of at least 1, "
+            f"not {requested_alignment!r}"
+        )
+    return ShapeProfile(kind, mode, requested_alignment, "explicit")
+
+
+def validate_startup_shapes(
+    config: SpeedtronicConfig,
+    model: nn.Module,
+    device: str | torch.device,
+    plan: PrecisionPlan,
+    logger: ShapeLogger | None = None,
+) -> ShapeReport:
+    """Hold the sizes of a run against what its device computes well. Looks only, and never stops a run.
+
+    Whether anything is looked at is for `config.shape_validation` to say. On CPU and MPS it is only with
+    `warn_on_cpu`, and against an alignment that is given: none is known there.
+
+    Args:
+        config: read are `shape_validation`, the sizes in `data`, and `model.vocab_size`.
+        model: its linear, embedding and convolution layers are read; or, where it has a method
+            `speedtronic_shape_metadata()`, the mapping from names to sizes that this returns. A `vocab_size` in it
+            stands for that of the configuration.
+        device: where the run computes; it need not exist here.
+        plan: the resolved precision.
+        logger: a `MetricLogger` is sent a `shape_warning` for each warning and a `shape_profile`; a logger of the
+            standard library gets a line for each warning.
+
+    Returns:
+        The report, in which a width that many layers share stands once.
+    """
+    section = config.shape_validation
+    profile = resolve_shape_profile(device, plan, section.alignment)  # type: ignore[arg-type]  # checked by the section
+    if not section.enabled:
+        return ShapeReport(profile)
+    quiet = profile.device_type != "cuda" and not section.warn_on_cpu
+    if profile.alignment is None or quiet:
+        report = ShapeReport(profile)
+    else:
+        report = ShapeReport(profile, tuple(_warnings(config, model, profile.alignment)))
+    if logger is not None:
+        _tell(logger, report)
+    return report
+
+
+def _tell(logger: ShapeLogger, report: ShapeReport) -> None:
+    if isinstance(logger, logging.Logger):
+        for warning in report.warnings:
+            logger.warning("%s", warning)
+        return
+    for warning in report.warnings:
+        logger.emit("shape_warning", asdict(warning))
+    profile = report.profile
+    logger.emit(
+        "shape_profile",
+        {
+            "device_type": profile.device_type,
+            "precision": profile.precision,
+            "alignment": profile.alignment,
+            "warning_count": report.warning_count,
+        },
+    )
+
+
+def _warnings(config: SpeedtronicConfig, model: nn.Module, alignment: int) -> Iterator[ShapeWarning]:
+    section = config.shape_validation
+    if section.check_batch:
+        yield from _of_batch(config, alignment)
+    if section.check_sequence:
+        yield from _of_sequence(config, alignment)
+        yield from _of_tokens(config, alignment)
+    named, failure = _named_sizes(model) if section.check_model or section.check_vocab else (None, None)
+    if failure is not None:
+        reason = f"{failure}; the layers of the model are looked at instead"
+        yield ShapeWarning("model_metadata", METADATA_HOOK, None, None, alignment, reason)
+    vocabulary = config.model.vocab_size if named is None else named.pop("vocab_size", config.model.vocab_size)
+    if section.check_model:
+        yield from _of_model(_layer_sizes(model, vocabulary) if named is None else named, alignment)
+    if section.check_vocab:
+        yield from _of_vocabulary(vocabulary, alignment)
+
+
+def _of_batch(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
+    micro, target = config.data.micro_batch_size, config.data.target_batch_size
+    if micro % alignment == 0:
+        return
+    suggested = _smallest_dividing(target, alignment, micro)
+    reason = "full tiles in the products that have the batch as a side"
+    if suggested is None:
+        reason += f"; no multiple of {alignment} from here on divides data.target_batch_size, {target}"
+    else:
+        reason += ", and fewer micro batches in an update, if the memory allows"
+    yield ShapeWarning("batch_alignment", "data.micro_batch_size", micro, suggested, alignment, reason)
+
+
+def _smallest_dividing(target: int, alignment: int, least: int) -> int | None:
+    """The smallest multiple of `alignment` that is at least `least` and divides `target`."""
+    if target % alignment:
+        return None
+    parts = target // alignment
+    small = [number for number in range(1, math.isqrt(parts) + 1) if parts % number == 0]
+    divisors = [*small, *(parts // number for number in small)]
+    return min((alignment * number for number in divisors if alignment * number >= least), default=None)
+
+
+def _of_sequence(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
+    length = _block_size(config)
+    if length % alignment == 0:
+        return
+    suggested = _next_multiple(length, alignment)
+    reason = "full tiles in the attention's products"
+    if suggested > config.model.max_seq_len:
+        reason += "; model.max_seq_len has to be as large"
+    yield ShapeWarning("sequence_alignment", "data.block_size", length, suggested, alignment, reason)
+
+
+def _of_tokens(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
+    tokens = config.data.micro_batch_size * _block_size(config)
+    if tokens % alignment:
+        yield ShapeWarning(
+            "token_alignment",
+            "data.micro_batch_size * data.block_size",
+            tokens,
+            _next_multiple(tokens, alignment),
+            alignment,
+            "full tiles in every linear layer, whose products have the tokens of a micro batch as a side; one of "
+            "the two factors aligned is enough",
+        )
+
+
+def _of_model(sizes: Mapping[str, int], alignment: int) -> Iterator[ShapeWarning]:
+    """One warning per size: most dimensions of a model are the same few widths, changed by the same few settings."""
+    names_by_size: dict[int, list[str]] = {}
+    for name, size in sizes.items():
+        if size % alignment:
+            names_by_size.setdefault(size, []).append(name)
+    for size, (first, *others) in names_by_size.items():
+        reason = "full tiles in the products with these weights"
+        if others:
+            reason += f"; as large: {others[0]}" + (f" and {len(others) - 1} more" if others[1:] else "")
+        yield ShapeWarning("model_alignment", first, size, _next_multiple(size, alignment), alignment, reason)
+
+
+def _of_vocabulary(size: int, alignment: int) -> Iterator[ShapeWarning]:
+    if size % alignment:
+        yield ShapeWarning(
+            "vocab_alignment",
+            "model.vocab_size",
+            size,
+            _next_multiple(size, alignment),
+            alignment,
+            "full tiles in the output head, often the largest product; ids that no token has are learnt to be unlikely",
+        )
+
+
+def _named_sizes(model: nn.Module) -> tuple[dict[str, int] | None, str | None]:
+    """What the model's own hook says, and what is wrong with it; both None where there is no hook."""
+    hook = getattr(model, METADATA_HOOK, None)
+    if hook is None:
+        return None, None
+    try:
+        named = dict(hook())
+    except Exception as error:  # noqa: BLE001 - the hook is the model's own code, and only advice depends on it
+        return None, f"failed with {type(error).__name__}: {error}"
+    wrong = [name for name, size in named.items() if not (isinstance(name, str) and _is_size(size))]
+    if wrong:
+        return None, f"must return names with whole numbers of at least 1, unlike {wrong[0]!r}: {named[wrong[0]]!r}"
+    return named, None
+
+
+def _layer_sizes(model: nn.Module, vocabulary: int) -> dict[str, int]:
+    """The sizes of the layers by name, without those that are the vocabulary's."""
+    modules = list(model.named_modules())
+    vocabularies = {vocabulary, *(module.num_embeddings for _, module in modules if isinstance(module, nn.Embedding))}
+    sizes = (
+        (f"{name}.{attribute}".removeprefix("."), getattr(module, attribute))
+        for name, module in modules
+        for kinds, attributes in _LAYER_SIZES
+        if isinstance(module, kinds)
+        for attribute in attributes
+    )
+    return {name: size for name, size in sizes if not (name.endswith("out_features") and size in vocabularies)}
+
+
+def _block_size(config: SpeedtronicConfig) -> int:
+    # A whole configuration has resolved it.
+    assert config.data.block_size is not None
+    return config.data.block_size
+
+
+def _next_multiple(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
