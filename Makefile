@@ -37,6 +37,8 @@ docs: $(READY)  ## write the generated pages anew
 bench: $(READY)  ## the short benchmarks
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/prepare.py --rounds 3
+	$(BIN)/python benchmarks/checkpoint.py --rounds 3
 
 torture: $(READY)  ## kill a training run three hundred times, and lose nothing
 	$(BIN)/python -m tests.torture --self-test

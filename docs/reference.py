@@ -56,6 +56,7 @@ CHECKPOINT_KEYS = {
     "data.loader": "the position in the data, as the loader tells it",
     "data.generators": "states of the loader's own random number generators",
     "metrics.loss": "the last reported loss, or null",
+    "metrics.eval_loss": "the validation loss of these weights, where they were evaluated; else null",
     "precision": "the precision mode, for information",
     "config": "the configuration, secrets hidden, for information and for the list of changes on resume",
     "tokenizer": "the tokenizer's description, or null (runs from a configuration)",

@@ -136,6 +136,38 @@ def test_parts_follow_a_config_that_was_edited_by_attribute(tmp_path: Path) -> N
     assert build_logger(config).every_steps == 5
 
 
+def test_the_checkpoint_section_reaches_the_manager(tmp_path: Path) -> None:
+    keys = {"every_steps": 7, "every_minutes": 0.5, "keep_last": 2, "keep_every": 14, "keep_best": 1}
+    config = load_config(tiny(tmp_path, checkpoint=keys))
+    manager = runtime.build_checkpoint_manager(config, build_logger(config))
+    assert {key: getattr(manager, key) for key in keys} == keys
+
+
+def test_the_best_the_milestones_and_the_newest_are_kept(tmp_path: Path) -> None:
+    train_from_config(
+        tiny(
+            tmp_path,
+            run={"max_steps": 13},
+            data={"validation_fraction": 0.2},
+            optimizer={"lr": 0.5},
+            eval={"every_steps": 2},
+            checkpoint={"every_steps": 2, "keep_last": 1, "keep_every": 4, "keep_best": 1},
+            logging={"json_file": "log.jsonl"},
+        )
+    )
+    events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    losses = {event["step"]: event["loss"] for event in events if event["event"] == "eval"}
+    best = min(losses, key=lambda step: losses[step])
+    entries = CheckpointManager(tmp_path / "checkpoints").entries()
+    assert [entry.step for entry in entries] == sorted({4, 8, 12, 13, best})
+    assert [entry.eval_loss for entry in entries] == [losses[entry.step] for entry in entries]
+
+
+def test_keep_best_with_nothing_held_out_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best: nothing is held out.*validation_fraction"):
+        build_runtime(tiny(tmp_path, checkpoint={"keep_best": 1}))
+
+
 # ---------------------------------------------------------------- what is not built yet
 
 NOT_BUILT: dict[str, dict[str, Any]] = {
@@ -147,9 +179,6 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "tune": {"tune": "auto"},
     "compile_options.regional": {"compile_options": {"regional": True}},
     "precision.mode: fp8": {"precision": {"mode": "fp8"}},
-    "checkpoint.every_minutes": {"checkpoint": {"every_minutes": 5.0}},
-    "checkpoint.keep_every": {"checkpoint": {"keep_every": 100}},
-    "checkpoint.keep_best": {"checkpoint": {"keep_best": 1}},
     "eval.patience": {"eval": {"patience": 3}},
     "eval.samples": {"eval": {"samples": 2}},
     "logging.trackers": {"logging": {"trackers": ["wandb"]}},

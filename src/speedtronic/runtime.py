@@ -174,9 +174,6 @@ _NOT_BUILT: Mapping[str, Callable[[SpeedtronicConfig], bool]] = {
     "tune": lambda c: c.tune != "off",
     "compile_options.regional": lambda c: bool(c.compile_options.regional),
     "precision.mode: fp8": lambda c: c.precision.mode == "fp8",
-    "checkpoint.every_minutes": lambda c: c.checkpoint.every_minutes is not None,
-    "checkpoint.keep_every": lambda c: c.checkpoint.keep_every is not None,
-    "checkpoint.keep_best": lambda c: c.checkpoint.keep_best > 0,
     "eval.patience": lambda c: c.eval.patience is not None,
     "eval.samples": lambda c: c.eval.samples > 0,
     "logging.trackers": lambda c: bool(c.logging.trackers),
@@ -253,6 +250,9 @@ def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) ->
         every_steps=section.every_steps,
         keep_last=section.keep_last,
         enabled=section.enabled,
+        every_minutes=section.every_minutes,
+        keep_every=section.keep_every,
+        keep_best=section.keep_best,
         warn=logger.warning,
     )
 
@@ -300,6 +300,11 @@ def _evaluator(
         if config.eval.every_steps is not None:
             raise ConfigError(
                 "eval.every_steps: nothing is held out to evaluate on; set data.validation_fraction, or let "
+                "data.dataset return a pair (training, validation)"
+            )
+        if config.checkpoint.keep_best > 0:
+            raise ConfigError(
+                "checkpoint.keep_best: nothing is held out to tell the best by; set data.validation_fraction, or let "
                 "data.dataset return a pair (training, validation)"
             )
         return None

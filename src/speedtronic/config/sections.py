@@ -400,7 +400,11 @@ class CheckpointConfig(Section):
     keep_every: Count | None = Field(
         default=None, description="Keep for good the checkpoints of steps that are a multiple of this."
     )
-    keep_best: CountOrZero = Field(default=0, description="Checkpoints of lowest validation loss to keep besides.")
+    keep_best: CountOrZero = Field(
+        default=0,
+        description="Checkpoints of lowest validation loss to keep besides; those count that were written at a "
+        "step that was evaluated.",
+    )
     background: bool = Field(default=True, description="Write in the background, from a snapshot.")
     resume: bool = Field(default=False, description="Continue from the newest sound checkpoint.")
 

@@ -191,8 +191,7 @@ class Trainer:
             self._announce(fit)
             while fit.wants_more(self.step):
                 if self._train_step(fit):
-                    self._save_if_due(fit)
-                    self._evaluate_if_due(fit)
+                    self._evaluate_and_save_if_due(fit)
             return self._finish(fit)
 
     train = fit
@@ -207,7 +206,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         saver = self._new_saver()
         if saver is not None:
-            stack.callback(saver.wait)
+            stack.callback(saver.close)
         fit = _Fit(
             target=target,
             scaler=scaler,
@@ -443,10 +442,18 @@ class Trainer:
         if self._fit is not None:
             self._report(self._fit, self._fit.readback.drain())
 
-    def _evaluate_if_due(self, fit: _Fit) -> None:
+    def _evaluate_and_save_if_due(self, fit: _Fit) -> None:
+        """Evaluate first, so that a checkpoint of this step knows its loss; it is written even if that fails."""
         every = self.config.eval.every_steps
-        if every is not None and self.step % every == 0:
+        if every is None or self.step % every != 0:
+            self._save_if_due(fit)
+            return
+        # Raises for a non-finite step now, and not on the way to saving it.
+        self._settle()
+        try:
             self._evaluate(fit)
+        finally:
+            self._save_if_due(fit)
 
     def _evaluate(self, fit: _Fit) -> None:
         if self._evaluator is None or fit.evaluated_at == self.step:
@@ -472,11 +479,13 @@ class Trainer:
 
     def _finish(self, fit: _Fit) -> TrainResult:
         self._settle()
-        if fit.saver is not None and fit.reporter.records:
-            self._save(fit.saver)
-            fit.saver.wait()
-        if self.config.eval.at_end and fit.reporter.records and fit.signals.received is None:
-            self._evaluate(fit)
+        try:
+            if self.config.eval.at_end and fit.reporter.records and fit.signals.received is None:
+                self._evaluate(fit)
+        finally:
+            if fit.saver is not None and fit.reporter.records:
+                self._save(fit.saver)
+                fit.saver.wait()
         if (signal := fit.signals.received) is not None:
             self.logger.emit("interrupted", {"step": self.step, "signal": signal.name})
         result = TrainResult(
@@ -524,9 +533,19 @@ class Trainer:
             "coordinator": coordinator if coordinator is not None else self._coordinator_state,
             "rng": capture_rng_state(),
             "data": self._batches.state_dict(),
-            "metrics": {"loss": self._fit.reporter.final_loss if self._fit is not None else None},
+            "metrics": self._metrics(),
             "precision": self.precision.mode,
             "config": self.config.to_dict(redact_secrets=True),
+        }
+
+    def _metrics(self) -> dict[str, float | None]:
+        """What a checkpoint says of its weights; `eval_loss` only where they were evaluated as they are."""
+        fit = self._fit
+        if fit is None:
+            return {"loss": None, "eval_loss": None}
+        return {
+            "loss": fit.reporter.final_loss,
+            "eval_loss": fit.eval_loss if fit.evaluated_at == self.step else None,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
