@@ -34,7 +34,7 @@ docs: $(READY)  ## write the generated pages anew
 	$(BIN)/speedtronic schema --format markdown > docs/configuration.md
 	$(BIN)/python docs/reference.py
 
-bench: $(READY)  ## the short benchmarks
+bench: $(READY)  ## the benchmarks
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/prepare.py --rounds 3

@@ -13,6 +13,7 @@ import pytest
 from speedtronic.cli import main
 from speedtronic.config import load_config
 from speedtronic.data.prepare import prepare
+from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
@@ -93,6 +94,20 @@ def test_the_twin_of_gpt2_runs_by_the_commands_of_its_page(folder: Path, capsys:
             words += ["run.max_steps=2", "model.d_model=32", "model.n_layer=1"]
         assert main(words) == 0
     assert "def " in capsys.readouterr().out
+
+
+@needs_gpt2_ranks
+def test_gpt2s_example_trains_with_its_vocabulary_on_its_own_recipe(folder: Path) -> None:
+    """With a model and batches that a test has time for."""
+    (folder / "corpus").mkdir()
+    (folder / "corpus/text.txt").write_text("To be, or not to be: that is the question.\n" * 200, encoding="utf-8")
+    prepared = ["data", "prepare", "corpus/", "--tokenizer", str(GPT2_RANKS), "--out", "data/corpus-gpt2"]
+    assert main(prepared) == 0
+    small = ["n_layer=1", "n_head=2", "d_model=16", "max_seq_len=32"]
+    sizes = [f"model.{size}" for size in small] + ["data.micro_batch_size=2", "data.target_batch_size=4"]
+    options = ["run.max_steps=2", "run.device=cpu", "precision=fp32", "compile=false", "data.validation_fraction=0.1"]
+    assert main(["train", str(ROOT / "examples/gpt2_124m.yaml"), *sizes, *options]) == 0
+    assert (folder / "runs/gpt2-124m/checkpoints/step_000000000002").is_dir()
 
 
 def test_the_quickstart_trains_and_writes_on_small_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
