@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,74 @@ def test_five_steps_a_new_process_and_seven_equal_twelve(
 def test_the_number_of_workers_does_not_change_the_batches(folder: Path) -> None:
     without, with_two = (train_from_config(config_of("text", workers, folder, "workers")) for workers in (0, 2))
     assert [r["loss"] for r in without.metrics] == [r["loss"] for r in with_two.metrics]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "token normalisation": {"data": {"loss_normalization": "tokens"}},
+    "clipping": {"optimizer": {"grad_clip": 0.1}},
+    "fused": {"optimizer": {"fused": True}},
+    "decay of norms": {"optimizer": {"decay_1d": True}},
+    "bf16": {"precision": {"mode": "bf16"}},
+    "skipping": {"run": {"on_nonfinite": "skip"}},
+    "document mask": {"data": {"document_mask": True}},
+    "evaluation": {"eval": {"every_steps": 2}, "data": {"validation_fraction": 0.2}},
+    "in the foreground": {"checkpoint": {"background": False}},
+    "a last short batch": {"data": {"drop_last": False, "micro_batch_size": 3, "target_batch_size": 6}},
+}
+
+
+def option_config(option: dict[str, Any], folder: Path, output: Path) -> dict[str, Any]:
+    config = config_of("shards", 0, folder, "options")
+    merged = {name: {**keys, **option.get(name, {})} for name, keys in config.items()}
+    merged["run"]["output_dir"] = str(output)
+    return {**option, **merged}
+
+
+def losses(result: Any) -> list[float]:
+    return [record["loss"] for record in result.metrics]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_resumes_bit_for_bit(name: str, folder: Path, tmp_path: Path) -> None:
+    straight, parts = (option_config(OPTIONS[name], folder, tmp_path / part) for part in ("straight", "parts"))
+    whole = train_from_config(straight)
+    train_from_config(parts, max_steps=STOP)
+    assert losses(train_from_config(parts, resume=True)) == losses(whole)[STOP:]
+    expected, resumed = final_state(straight)["model"], final_state(parts)["model"]
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.slow
+def test_a_compiled_run_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    straight, parts = (option_config({"compile": True}, folder, tmp_path / part) for part in ("straight", "parts"))
+    whole = train_from_config(straight)
+    train_from_config(parts, max_steps=STOP)
+    assert losses(train_from_config(parts, resume=True)) == losses(whole)[STOP:]
+
+
+def test_another_folder_continues_the_same_run(folder: Path, tmp_path: Path) -> None:
+    here = option_config({}, folder, tmp_path / "here")
+    whole = train_from_config(option_config({}, folder, tmp_path / "straight"))
+    train_from_config(here, max_steps=STOP)
+    (tmp_path / "here").rename(tmp_path / "there")
+    (tmp_path / "moved").mkdir()
+    shutil.copytree(folder / "shards", tmp_path / "moved/shards")
+    there = option_config({"data": {"shards": str(tmp_path / "moved/shards")}}, folder, tmp_path / "there")
+    assert losses(train_from_config(there, resume=True)) == losses(whole)[STOP:]
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_another_micro_batch_of_the_same_target_continues_with_the_same_samples(
+    micro: int, folder: Path, tmp_path: Path
+) -> None:
+    without_dropout = {"model": {"dropout": 0.0}}
+    whole = train_from_config(option_config(without_dropout, folder, tmp_path / "straight"))
+    train_from_config(option_config(without_dropout, folder, tmp_path / "parts"), max_steps=STOP)
+    changed = option_config({**without_dropout, "data": {"micro_batch_size": micro}}, folder, tmp_path / "parts")
+    rest = train_from_config(changed, resume=True)
+    assert losses(rest) == pytest.approx(losses(whole)[STOP:], abs=1e-5)
+    assert rest.samples == whole.samples
 
 
 def test_a_foreign_loader_is_replayed_to_its_place() -> None:
