@@ -434,12 +434,12 @@ def test_resume_continues_the_run(by: str, tmp_path: Path) -> None:
 def test_a_changed_config_is_shown_key_by_key_and_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_from_config(tiny(tmp_path, optimizer={"lr": 1e-3, "weight_decay": 0.1}))
     capsys.readouterr()
-    changed = tiny(tmp_path, run={"max_steps": 8}, optimizer={"lr": 1e-2, "weight_decay": 0.3})
+    changed = tiny(tmp_path, run={"max_steps": 8}, optimizer={"lr": 1e-2, "weight_decay": 0.3, "decay_1d": True})
     trainer, _ = build_runtime(changed, resume=True)
     shown = capsys.readouterr().out
     assert "optimizer.lr: 0.001 -> 0.01" in shown
     assert "optimizer.weight_decay: 0.1 -> 0.3" in shown
-    assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.3, 0.3]
     result = trainer.fit()
     expected = train_from_config(tiny(tmp_path / "other", run={"max_steps": 8}, optimizer={"lr": 1e-2}))
     assert [r["lr_applied"] for r in result.metrics] == [r["lr_applied"] for r in expected.metrics[4:]]

@@ -44,8 +44,9 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 def test_decay_1d_decays_everything() -> None:
-    (group,) = parameter_groups(Block(), weight_decay=0.1, decay_1d=True)
-    assert len(group["params"]) == 5
+    groups = parameter_groups(Block(), weight_decay=0.1, decay_1d=True)
+    assert [len(group["params"]) for group in groups] == [2, 3]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1]
 
 
 def test_a_tied_parameter_belongs_to_one_group_once_and_a_frozen_one_to_none() -> None:

@@ -18,20 +18,22 @@ _log = logging.getLogger(__name__)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
-    """Split the trainable parameters of `model` into a decayed and an undecayed group.
+    """Split the trainable parameters of `model` into matrices and the rest.
 
-    Matrices (two dimensions and more) decay; norms, biases and other vectors do not, unless `decay_1d`. Frozen
-    parameters belong to no group, tied ones to one. Empty groups are left out.
+    Matrices (two dimensions and more) decay; norms, biases and other vectors do not, unless `decay_1d`. They are two
+    groups in either case, so that a run which is resumed may change its mind. Frozen parameters belong to no group,
+    tied ones to one. Empty groups are left out.
 
     Raises:
         ConfigError: nothing in the model is trainable.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in trainable if decay_1d or parameter.ndim >= 2]
-    plain = [parameter for parameter in trainable if not (decay_1d or parameter.ndim >= 2)]
     groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {
+            "params": [parameter for parameter in trainable if parameter.ndim < 2],
+            "weight_decay": weight_decay if decay_1d else 0.0,
+        },
     ]
     groups = [group for group in groups if group["params"]]
     if not groups:
