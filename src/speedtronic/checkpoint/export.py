@@ -12,20 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedtronic.checkpoint.files import FileSystem, ensure_directory, read_small, write_file
+from speedtronic.checkpoint.files import FileSystem, ensure_directory, fill, read_small, reading, write_file
 from speedtronic.checkpoint.llama import MODEL_NAMES, llama_config, to_llama
 from speedtronic.checkpoint.manifest import MODEL_TENSORS, STATE_TREE, Manifest, read_manifest
 from speedtronic.checkpoint.snapshot import check_files
 from speedtronic.checkpoint.tensors import (
     TensorHeader,
     TensorPlace,
+    bytes_of,
     file_order,
     read_header,
     read_tensor,
@@ -87,13 +87,13 @@ def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: F
         CheckpointError: it is damaged, or its model has something that is not a plain tensor.
     """
     fs, path = fs or FileSystem(), Path(checkpoint)
-    with _reading(path):
+    with reading(path):
         manifest = read_manifest(fs, path)
         if verify:
             check_files(fs, path, manifest)
         trees = _trees(fs, path, manifest)
         with fs.open(path / MODEL_TENSORS) as file:
-            header = read_header(partial(_fill, file), manifest.files[MODEL_TENSORS].size)
+            header = read_header(partial(fill, file), manifest.files[MODEL_TENSORS].size)
         _check_plain(trees.get("model"), header)
         state = trees.get("state", {})
         config, tokenizer = (decode(state.get(part), {}) for part in ("config", "tokenizer"))
@@ -219,7 +219,7 @@ def _llama_files(
 ) -> dict[str, Iterable[bytes | memoryview]]:
     section = _reference_section(model)
     places = model.header.places
-    with _reading(model.path):
+    with reading(model.path):
         config = llama_config(
             section,
             {place.name: place.shape for place in places},
@@ -295,11 +295,11 @@ def _stream(
         for name, place in places.items()
     }
     yield safetensors_header(outlines, metadata)
-    with _reading(model.path), fs.open(model.path / MODEL_TENSORS) as file:
+    with reading(model.path), fs.open(model.path / MODEL_TENSORS) as file:
         for name in file_order(outlines):
             place = places[name]
             file.seek(model.header.size + place.begin)
-            yield _bytes_of(_converted(read_tensor(partial(_fill, file), place), place.name, outlines[name].dtype))
+            yield bytes_of(_converted(read_tensor(partial(fill, file), place), place.name, outlines[name].dtype))
 
 
 def _target_dtype(place: TensorPlace, dtype: torch.dtype | None) -> torch.dtype:
@@ -312,19 +312,6 @@ def _converted(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     if infinite.any() and bool((infinite & ~tensor.isinf()).any()):
         raise CheckpointError(f"{name} has values that are too large for {dtype}; choose bfloat16 or float32")
     return converted
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _fill(file: FileIO, buffer: memoryview) -> None:
-    while buffer:
-        count = file.readinto(buffer)
-        if not count:
-            raise CheckpointError(f"{MODEL_TENSORS} ends too early")
-        buffer = buffer[count:]
 
 
 # ---------------------------------------------------------------------- in place, or not at all
@@ -394,17 +381,6 @@ def _remove(fs: FileSystem, path: Path) -> None:
         fs.remove_tree(path)
     elif path.exists():
         fs.remove_file(path)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Let whatever goes wrong with a checkpoint be a CheckpointError that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 @contextmanager

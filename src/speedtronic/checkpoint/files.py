@@ -157,6 +157,26 @@ def read_small(fs: FileSystem, path: Path, limit: int) -> bytes:
         return file.readall()
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Let whatever goes wrong with a file or folder be a CheckpointError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def fill(file: FileIO, buffer: memoryview) -> None:
+    """Fill a buffer with the file's next bytes. Raises CheckpointError where it ends before."""
+    while buffer:
+        count = file.readinto(buffer)
+        if not count:
+            raise CheckpointError("it ends too early")
+        buffer = buffer[count:]
+
+
 class VerifiedReader:
     """Reads a file from start to end, taking its checksum on the way."""
 

@@ -50,7 +50,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) ->
     """
     yield safetensors_header(tensors, metadata)
     for name in file_order(tensors):
-        yield _bytes_of(tensors[name].cpu().contiguous())
+        yield bytes_of(tensors[name].cpu().contiguous())
 
 
 def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -134,7 +134,7 @@ def read_tensor(read_into: Callable[[memoryview], None], place: TensorPlace) -> 
     """Read the tensor at which a stream stands into memory of its own."""
     try:
         tensor = torch.empty(place.shape, dtype=place.dtype)
-        data = _bytes_of(tensor)
+        data = bytes_of(tensor)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"safetensors header: cannot make {place.name!r}: {error}") from error
     if tensor.numel():
@@ -190,6 +190,6 @@ def _read(read_into: Callable[[memoryview], None], count: int) -> bytes:
     return bytes(buffer)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

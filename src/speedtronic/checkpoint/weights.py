@@ -10,7 +10,6 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint.entries import scan
-from speedtronic.checkpoint.files import FileSystem
+from speedtronic.checkpoint.files import FileSystem, fill, reading
 from speedtronic.checkpoint.manager import LATEST, CheckpointManager
 from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest
 from speedtronic.checkpoint.snapshot import check_files
@@ -168,14 +167,14 @@ def _from_newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> _Sourc
 
 
 def _from_checkpoint(path: Path) -> _Source:
-    with _reading(path):
+    with reading(path):
         check_files(FileSystem(), path, read_manifest(FileSystem(), path))
     return _contents(path)
 
 
 def _contents(checkpoint: Path) -> _Source:
     state = _read_json(checkpoint / STATE_TREE).get("state")
-    with _reading(checkpoint / STATE_TREE):
+    with reading(checkpoint / STATE_TREE):
         tokenizer = decode(state.get("tokenizer"), {}) if isinstance(state, dict) else None
     return _Source(checkpoint, _tensors_of_file(checkpoint / MODEL_TENSORS), tokenizer)
 
@@ -197,21 +196,17 @@ def _tensors_of_index(index: Path) -> dict[str, _Stored]:
     return {name: held[file][name] for name, file in files.items()}
 
 
-def _is_plain_name(file: str) -> bool:
-    return file not in {"", ".", ".."} and Path(file).name == file and "\\" not in file
-
-
 def _tensors_of_file(path: Path) -> dict[str, _Stored]:
     """The tensors of a safetensors file, and the names that its metadata gives to tied ones."""
-    with _reading(path), FileIO(path) as file:
-        header = read_header(partial(_fill, file), os.fstat(file.fileno()).st_size)
+    with reading(path), FileIO(path) as file:
+        header = read_header(partial(fill, file), os.fstat(file.fileno()).st_size)
     stored = {place.name: _Stored(path, header.size + place.begin, place) for place in header.places}
     aliases = {name: stored[kept] for name, kept in header.metadata.items() if name not in stored and kept in stored}
     return stored | aliases
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    with _reading(path):
+    with reading(path):
         with FileIO(path) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_JSON:
                 raise CheckpointError(f"it is larger than {_LARGEST_JSON} bytes")
@@ -231,7 +226,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _translated(source: _Source, translate: Translation) -> dict[str, _Stored]:
     file = source.path / HUGGING_FACE_CONFIG
     config = _read_json(file) if file.exists() else {}
-    with _reading(source.path):
+    with reading(source.path):
         names = translate(config, list(source.tensors))
     return {name: source.tensors[theirs] for theirs, name in names.items()}
 
@@ -305,10 +300,10 @@ def _copy(fitting: Mapping[str, _Stored], own: Mapping[str, Tensor]) -> None:
         by_file.setdefault(stored.file, []).append((name, stored))
     filled_by: dict[int, str] = {}
     for path, entries in by_file.items():
-        with _reading(path), FileIO(path) as file, torch.no_grad():
+        with reading(path), FileIO(path) as file, torch.no_grad():
             for name, stored in entries:
                 file.seek(stored.begin)
-                tensor = read_tensor(partial(_fill, file), stored.place)
+                tensor = read_tensor(partial(fill, file), stored.place)
                 former = filled_by.setdefault(id(own[name]), name)
                 if former == name:
                     own[name].copy_(tensor)
@@ -322,25 +317,3 @@ def _check_equal(name: str, former: str, tensor: Tensor, filled: Tensor) -> None
             f"{name} and {former} differ there, and are one tied tensor in this model; build the model untied "
             "(model.tie_weights: false)"
         )
-
-
-# ---------------------------------------------------------------------- reading
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Let whatever goes wrong with a file be a CheckpointError that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def _fill(file: FileIO, buffer: memoryview) -> None:
-    while buffer:
-        count = file.readinto(buffer)
-        if not count:
-            raise CheckpointError("it ends too early")
-        buffer = buffer[count:]
