@@ -247,7 +247,8 @@ def _option(action: argparse.Action) -> str:
     takes_value = action.nargs != 0 and value is not None
     names = " ".join(action.option_strings) or str(value or action.dest)
     shown = f"{names} {value}" if action.option_strings and takes_value else names
-    return f"- `{shown}`: {(action.help or '') % vars(action)}"
+    needed = " (required)" if action.required and action.option_strings else ""
+    return f"- `{shown}`{needed}: {(action.help or '') % vars(action)}"
 
 
 if __name__ == "__main__":

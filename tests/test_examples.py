@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from speedtronic.cli import main
 from speedtronic.config import load_config
 from speedtronic.data.prepare import prepare
+from speedtronic.precision import PrecisionPlan
+from speedtronic.registry import build_model
+from speedtronic.shapes import validate_startup_shapes
 from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +100,17 @@ def test_the_twin_of_gpt2_runs_by_the_commands_of_its_page(folder: Path, capsys:
     assert "def " in capsys.readouterr().out
 
 
+def test_gpt2s_example_has_the_size_that_its_page_says_and_sizes_that_the_hardware_is_fast_with() -> None:
+    config = load_config(ROOT / "examples/gpt2_124m.yaml")
+    with torch.device("meta"):
+        model = build_model(config)
+    millions = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} million"
+    assert f"# {millions} weights" in (ROOT / "examples/gpt2_124m.yaml").read_text(encoding="utf-8")
+    assert f"6 · {millions}" in (ROOT / "docs/gpt2_124m.md").read_text(encoding="utf-8")
+    plan = PrecisionPlan("bf16", torch.bfloat16, use_scaler=False, autocast_enabled=True, device_type="cuda")
+    assert validate_startup_shapes(config, model, "cuda", plan).warnings == ()
+
+
 @needs_gpt2_ranks
 def test_gpt2s_example_trains_with_its_vocabulary_on_its_own_recipe(folder: Path) -> None:
     """With a model and batches that a test has time for."""
@@ -163,6 +178,14 @@ def test_the_readmes_corpus_is_prepared_and_trained_on_by_its_commands(folder: P
         assert main(shlex.split(command)) == 0
     write_readme_files(folder, "my_corpus.yaml")
     assert main(["train", "my_corpus.yaml"]) == 0
+
+
+def test_the_tests_that_the_contributing_page_picks_are_there() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    picks = re.findall(r"pytest (tests/\S+\.py) -k (\w+)", page)
+    assert picks
+    for file, word in picks:
+        assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, word)
 
 
 def test_the_readmes_configuration_is_sound() -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -304,6 +305,29 @@ def test_an_attribute_that_cannot_be_called_is_a_failing_hook() -> None:
     assert codes(validate(config(), model)) == ["model_metadata"]
 
 
+def test_a_hook_that_cannot_even_be_looked_up_is_a_failing_one() -> None:
+    class Broken(nn.Linear):
+        @property
+        def speedtronic_shape_metadata(self) -> Any:
+            raise RuntimeError("not built yet")
+
+    report = validate(config(), Broken(8, 8))
+    assert codes(report) == ["model_metadata"]
+    assert "not built yet" in report.warnings[0].reason
+
+
+def test_sizes_of_a_hook_may_be_numpys() -> None:
+    report = validate(config(), Named({"d_model": np.int64(20)}))
+    assert [(warning.field, warning.value) for warning in report.warnings] == [("d_model", 20)]
+    assert json.loads(json.dumps(report.as_dict()))["warnings"][0]["value"] == 20
+
+
+def test_a_block_size_that_was_taken_out_is_the_models_length() -> None:
+    settings = config(model={"max_seq_len": 60})
+    settings.data.block_size = None
+    assert [(w.code, w.value) for w in validate(settings).warnings] == [("sequence_alignment", 60)]
+
+
 # ---------------------------------------------------------------- report and loggers
 
 MISALIGNED: Mapping[str, Any] = {"data": {"micro_batch_size": 3, "target_batch_size": 6, "block_size": 7}}
@@ -354,11 +378,14 @@ def test_a_quiet_device_has_a_profile_and_a_disabled_validation_has_no_event(sec
     assert events.names() == ([] if section else ["shape_profile"])
 
 
-def test_a_standard_library_logger_gets_a_line_for_each_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_standard_library_logger_gets_a_line_for_each_warning(
+    adapted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = logging.getLogger("shapes of a test")
+    logger = logging.LoggerAdapter(plain, {}) if adapted else plain
     with caplog.at_level(logging.DEBUG, logger="shapes of a test"):
-        report = validate(
-            config(**MISALIGNED), Named(RuntimeError("100 % broken")), logger=logging.getLogger("shapes of a test")
-        )
+        report = validate(config(**MISALIGNED), Named(RuntimeError("100 % broken")), logger=logger)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * report.warning_count
     assert caplog.records[1].getMessage().startswith("data.block_size is 7, not a multiple of 8, such as 8: ")
     assert "data.micro_batch_size is 3, not a multiple of 8: " in caplog.text

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from docs.reference import CHECKPOINT_KEYS, PAGE, page
+from docs.reference import CHECKPOINT_KEYS, PAGE, _leaf_parsers, _options, page
+from speedtronic.cli import build_parser
 from speedtronic.metrics.events import EVENTS
 from speedtronic.runtime import build_runtime
 from tests.support.configs import tiny
@@ -21,6 +22,17 @@ SOURCE = ROOT / "src/speedtronic"
 
 def test_the_api_page_is_the_one_that_the_package_describes() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "the public surface has changed: `make docs`, if it is meant to"
+
+
+def test_every_option_tells_its_default() -> None:
+    """The page shows what the help says, so that another default is a change of the page."""
+    for name, parser in _leaf_parsers(build_parser()):
+        for option in _options(parser):
+            if option.nargs == 0:
+                assert option.default is False, (name, option.option_strings)
+            elif option.default is not None:
+                assert "default" in (option.help or ""), (name, option.option_strings)
+                assert str(option.default) in (option.help or ""), (name, option.option_strings)
 
 
 def emitted_names() -> set[str]:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -115,7 +116,7 @@ class EventLogger(Protocol):
     def emit(self, event: str, payload: dict[str, Any]) -> object: ...
 
 
-ShapeLogger: TypeAlias = EventLogger | logging.Logger
+ShapeLogger: TypeAlias = EventLogger | logging.Logger | logging.LoggerAdapter[Any]
 
 
 def resolve_shape_profile(
@@ -144,7 +145,7 @@ def resolve_shape_profile(
             "shape_validation.alignment: must be 'auto', 'none' or a whole number of at least 1, "
             f"not {requested_alignment!r}"
         )
-    return ShapeProfile(kind, mode, requested_alignment, "explicit")
+    return ShapeProfile(kind, mode, int(requested_alignment), "explicit")
 
 
 def validate_startup_shapes(
@@ -167,7 +168,7 @@ def validate_startup_shapes(
         device: where the run computes; it need not exist here.
         plan: the resolved precision.
         logger: a `MetricLogger` is sent a `shape_warning` for each warning and a `shape_profile`; a logger of the
-            standard library gets a line for each warning.
+            standard library, or an adapter of one, gets a line for each warning.
 
     Returns:
         The report, in which a width that many layers share stands once.
@@ -187,7 +188,7 @@ def validate_startup_shapes(
 
 
 def _tell(logger: ShapeLogger, report: ShapeReport) -> None:
-    if isinstance(logger, logging.Logger):
+    if isinstance(logger, logging.Logger | logging.LoggerAdapter):
         for warning in report.warnings:
             logger.warning("%s", warning)
         return
@@ -298,17 +299,17 @@ def _of_vocabulary(size: int, alignment: int) -> Iterator[ShapeWarning]:
 
 def _named_sizes(model: nn.Module) -> tuple[dict[str, int] | None, str | None]:
     """What the model's own hook says, and what is wrong with it; both None where there is no hook."""
-    hook = getattr(model, METADATA_HOOK, None)
-    if hook is None:
-        return None, None
     try:
+        hook = getattr(model, METADATA_HOOK, None)
+        if hook is None:
+            return None, None
         named = dict(hook())
     except Exception as error:  # noqa: BLE001 - the hook is the model's own code, and only advice depends on it
         return None, f"failed with {type(error).__name__}: {error}"
     wrong = [name for name, size in named.items() if not (isinstance(name, str) and _is_size(size))]
     if wrong:
         return None, f"must return names with whole numbers of at least 1, unlike {wrong[0]!r}: {named[wrong[0]]!r}"
-    return named, None
+    return {name: int(size) for name, size in named.items()}, None
 
 
 def _layer_sizes(model: nn.Module, vocabulary: int) -> dict[str, int]:
@@ -326,9 +327,8 @@ def _layer_sizes(model: nn.Module, vocabulary: int) -> dict[str, int]:
 
 
 def _block_size(config: SpeedtronicConfig) -> int:
-    # A whole configuration has resolved it.
-    assert config.data.block_size is not None
-    return config.data.block_size
+    # A whole configuration has resolved it, and its keys may have been changed since.
+    return config.data.block_size or config.model.max_seq_len
 
 
 def _next_multiple(size: int, alignment: int) -> int:
@@ -336,4 +336,4 @@ def _next_multiple(size: int, alignment: int) -> int:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) > 0

@@ -254,13 +254,24 @@ def test_a_folder_with_anything_else_is_never_replaced(saved: SavedModel, tmp_pa
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-def test_the_checkpoint_itself_is_never_written_to(saved: SavedModel) -> None:
-    before = (saved.path / "model.safetensors").read_bytes()
-    with pytest.raises(CheckpointError, match="inside the checkpoint"):
-        export_safetensors(saved, saved.path, dtype=torch.float16, replace=True)
-    with pytest.raises(CheckpointError, match="of no export"):
-        llama(saved, saved.path, replace=True)
-    assert (saved.path / "model.safetensors").read_bytes() == before
+@pytest.mark.parametrize("which", ["itself", "another", "renamed"])
+def test_no_checkpoint_is_ever_written_to(which: str, saved: SavedModel, tmp_path: Path) -> None:
+    target = saved.path if which == "itself" else save(tmp_path / "others", built(config_of()))
+    if which == "renamed":
+        target = target.rename(tmp_path / "best")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    for place in (target, target / "model.safetensors", target / "deeper"):
+        with pytest.raises(CheckpointError, match=f"inside the checkpoint {target.name}; name another place"):
+            export_safetensors(saved, place, dtype=torch.float16, replace=True)
+    for place in (target, target / "deeper"):
+        with pytest.raises(CheckpointError, match=f"inside the checkpoint {target.name}; name another place"):
+            llama(saved, place, replace=True)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+def test_an_export_may_be_named_as_a_checkpoint_is(saved: SavedModel, tmp_path: Path) -> None:
+    assert export_safetensors(saved, tmp_path / "exports" / "step_000000000012").is_file()
+    assert llama(saved, tmp_path / "exports" / "step_000000000013").is_dir()
 
 
 def test_a_file_in_place_of_a_folder_and_the_reverse_are_named(saved: SavedModel, tmp_path: Path) -> None:

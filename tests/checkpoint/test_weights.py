@@ -144,12 +144,18 @@ def test_files_that_are_links_are_followed(tmp_path: Path) -> None:
     assert_equal(model, source)
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", "a\\b"])
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "a/b.safetensors", "a\\b"])
 def test_an_index_cannot_lead_out_of_its_folder(file: str, tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     write(tmp_path / "secret.safetensors", {"inner.bias": torch.zeros(3)})
     with pytest.raises(CheckpointError, match="no file of its own folder"):
         load_initial_weights(net(), sharded(tmp_path / "inside", net(), inner_bias=file))
+
+
+@pytest.mark.parametrize("file", ["a\0.safetensors", "\ud800.safetensors"], ids=["null", "surrogate"])
+def test_an_index_with_a_name_that_no_file_can_have_is_an_error(file: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no file of its own folder"):
+        load_initial_weights(net(), sharded(tmp_path, net(), inner_bias=file))
 
 
 def test_an_index_that_does_not_agree_with_its_files_is_an_error(tmp_path: Path) -> None:
@@ -253,6 +259,21 @@ def test_weights_are_converted_to_the_models_dtype(dtype: torch.dtype, tmp_path:
     load_initial_weights(model, write(tmp_path / "weights.safetensors", stored))
     assert model.inner.weight.dtype == torch.float32
     assert torch.equal(model.inner.weight, stored["inner.weight"].float())
+
+
+def test_a_value_that_the_models_dtype_does_not_hold_is_an_error(tmp_path: Path) -> None:
+    stored = plain(net(1)) | {"inner.bias": torch.tensor([1.0, 7e4, 2.0])}
+    path = write(tmp_path / "weights.safetensors", stored)
+    with pytest.raises(CheckpointError, match=r"inner\.bias has values that are too large for torch\.float16"):
+        load_initial_weights(net().half(), path)
+    load_initial_weights(net().bfloat16(), path)
+
+
+def test_an_infinite_weight_stays_infinite_in_another_dtype(tmp_path: Path) -> None:
+    stored = plain(net(1)) | {"inner.bias": torch.tensor([1.0, float("inf"), 2.0])}
+    model = net().half()
+    load_initial_weights(model, write(tmp_path / "weights.safetensors", stored))
+    assert model.inner.bias.isinf().tolist() == [False, True, False]
 
 
 def test_parameters_stay_the_same_objects_and_trainable(tmp_path: Path) -> None:

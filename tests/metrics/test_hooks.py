@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from speedtronic.metrics import MetricLogger
 from speedtronic.metrics.hooks import HookThread
 from speedtronic.metrics.records import Hook
 
@@ -196,6 +197,28 @@ def test_after_closing_a_later_event_is_heard(thread_of: Callable[..., HookThrea
     thread.close()
     thread.tell("b", {})
     assert heard == ["a", "b"]
+
+
+def test_closing_ends_the_thread_even_of_a_hook_that_has_a_thousand_events_to_hear(hanging: Hanging) -> None:
+    thread = HookThread(hanging, SOON, print, print)
+    before = set(threading.enumerate())
+    for step in range(1500):
+        thread.tell("train_step", {"step": step})
+    (worker,) = set(threading.enumerate()) - before
+    thread.close()
+    hanging.go.set()
+    worker.join(LONG)
+    assert not worker.is_alive()
+
+
+def test_a_dropped_logger_leaves_no_thread() -> None:
+    threads = []
+    logger = MetricLogger(hooks=[lambda event, payload: threads.append(threading.current_thread())])
+    logger.emit("eval")
+    del logger
+    gc.collect()
+    threads[0].join(LONG)
+    assert not threads[0].is_alive()
 
 
 def test_a_dropped_hook_leaves_no_thread() -> None:

@@ -25,6 +25,14 @@ def test_records_read_like_a_list_of_dicts() -> None:
     assert made != list(made)[:2]
 
 
+def test_records_of_several_runs_are_joined_as_lists_are() -> None:
+    first, second = records(2), records(1)
+    assert first + second == [*first, *second]
+    assert list(first) + second == [*first, *second]
+    assert second + list(first) == [*second, *first]
+    assert type(first + second) is list
+
+
 def test_numbers_keep_their_type() -> None:
     record = records()[0]
     assert type(record["step"]) is int

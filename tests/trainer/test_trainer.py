@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.checkpoint.files import FileSystem
 from speedtronic.config import ConfigError, SpeedtronicConfig
-from speedtronic.errors import CheckpointError, NonFiniteError, RunFolderError, ScalerOverflowError
-from speedtronic.precision import PrecisionPlan
+from speedtronic.errors import CheckpointError, DeviceError, NonFiniteError, RunFolderError, ScalerOverflowError
+from speedtronic.metrics import MetricLogger
+from speedtronic.precision import PrecisionPlan, resolve_device
 from speedtronic.shapes import ShapeReport, resolve_shape_profile
 from speedtronic.trainer import SpeedtronicTrainer, SyncCoordinator, Trainer, TrainingEngine, trainer
-from tests.support.models import Endless, Events, Regression, make_trainer, regression_batches
+from tests.support.models import Endless, Events, Regression, Silence, make_trainer, regression_batches
 
 SEED_METRIC_KEYS = {
     "step",
@@ -129,6 +130,17 @@ def test_custom_modules_with_tuple_batches_train(model: Callable[[], nn.Module])
     torch.manual_seed(0)
     result = make_trainer(model()).fit(60)
     assert result.metrics[-1]["loss"] < 0.1 * result.metrics[0]["loss"]
+
+
+def test_the_device_may_be_left_to_the_machine_and_a_missing_one_is_named() -> None:
+    model = Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, optimizer, regression_batches(), device="auto", logger=MetricLogger(stream=Silence()))
+    assert trainer.device == resolve_device("auto")
+    assert trainer.fit(2).steps == 2
+    for missing, why in (("cuda:99", "not available"), ("quantum", "unknown device")):
+        with pytest.raises(DeviceError, match=why):
+            Trainer(model, optimizer, regression_batches(), device=missing)
 
 
 def test_a_model_that_returns_only_logits_trains() -> None:
@@ -1045,7 +1057,8 @@ def test_a_signal_finishes_the_step_saves_and_returns(tmp_path: Path) -> None:
 
 def test_fit_validates_the_shapes_once_however_often_it_is_called() -> None:
     events = Events()
-    config = {"run": {"max_steps": 2}, "shape_validation": {"alignment": 8, "warn_on_cpu": True}}
+    sizes = {"micro_batch_size": 4, "target_batch_size": 4}
+    config = {"run": {"max_steps": 2}, "data": sizes, "shape_validation": {"alignment": 8, "warn_on_cpu": True}}
     ours = make_trainer(events=events, config=config)
     assert ours.shape_report is None
     ours.fit(1)
@@ -1060,6 +1073,14 @@ def test_fit_validates_the_shapes_once_however_often_it_is_called() -> None:
         {"device_type": "cpu", "precision": "fp32", "alignment": 8, "warning_count": 3}
     ]
     assert events.names().index("shape_profile") < events.names().index("train_start")
+
+
+def test_fit_warns_of_no_batch_whose_size_nobody_gave() -> None:
+    events = Events()
+    ours = make_trainer(events=events, config={"shape_validation": {"alignment": 8, "warn_on_cpu": True}})
+    ours.fit(1)
+    assert [warning["field"] for warning in events.of("shape_warning")] == ["linear.in_features", "linear.out_features"]
+    assert ours.config.shape_validation.check_batch
 
 
 def test_fit_leaves_a_report_that_it_was_given_alone() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from speedtronic.checkpoint.files import FileSystem, ensure_directory, fill, read_small, reading, write_file
 from speedtronic.checkpoint.llama import MODEL_NAMES, llama_config, to_llama
-from speedtronic.checkpoint.manifest import MODEL_TENSORS, STATE_TREE, Manifest, read_manifest
+from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, Manifest, read_manifest
 from speedtronic.checkpoint.snapshot import check_files
 from speedtronic.checkpoint.tensors import (
     TensorHeader,
@@ -129,7 +129,7 @@ def export_safetensors(
     metadata = {"format": "pt", "step": str(model.step), **model.header.metadata}
     names = {place.name: place.name for place in model.header.places}
     with _writing(file):
-        _check_replaceable_file(file, model.path.resolve(), replace)
+        _check_replaceable_file(file, replace)
     with _writing(file), _beside(fs, file) as temporary:
         write_file(fs, temporary, _stream(fs, model, names, metadata, dtype))
         fs.rename(temporary, file)
@@ -317,10 +317,16 @@ def _converted(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------- in place, or not at all
 
 
-def _check_replaceable_file(file: Path, checkpoint: Path, replace: bool) -> None:
+def _check_outside_checkpoints(target: Path) -> None:
+    """Raise CheckpointError where a checkpoint, this one or another, would be written to."""
+    for folder in (target, *target.parents):
+        if (folder / MANIFEST).is_file() and (folder / STATE_TREE).is_file():
+            raise CheckpointError(f"{target} is inside the checkpoint {folder.name}; name another place")
+
+
+def _check_replaceable_file(file: Path, replace: bool) -> None:
     """Raise CheckpointError unless nothing of worth is lost with what is there."""
-    if checkpoint in file.parents:
-        raise CheckpointError(f"{file} is inside the checkpoint; name another place")
+    _check_outside_checkpoints(file)
     if file.is_dir():
         raise CheckpointError(f"{file} is a folder; name a file")
     if file.exists() and not replace:
@@ -329,6 +335,7 @@ def _check_replaceable_file(file: Path, checkpoint: Path, replace: bool) -> None
 
 def _check_replaceable_folder(folder: Path, replace: bool) -> None:
     """Raise CheckpointError unless nothing of worth is lost with what is there."""
+    _check_outside_checkpoints(folder)
     if folder.suffix == ".safetensors":
         raise CheckpointError(f"{folder} is named as a file is; name a folder")
     if not folder.exists():

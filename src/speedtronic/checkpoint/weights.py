@@ -86,7 +86,7 @@ def load_initial_weights(
     Raises:
         CheckpointError: there are no weights at the path, or they are damaged, or in a format that can run code; they
             do not fit, and every mismatch is listed; or nothing fits. The model is unchanged, unless a file is cut
-            while it is read, or holds two different tensors for a tied one.
+            while it is read, holds two different tensors for a tied one, or values that are too large for a dtype.
     """
     try:
         source = _find(Path(path), warn)
@@ -184,9 +184,7 @@ def _tensors_of_index(index: Path) -> dict[str, _Stored]:
     files = _read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{index}: not an index of safetensors files: it has no weight_map from names to files")
-    outside = sorted(
-        {file for file in files.values() if Path(file).name != file or file == ".." or "\\" in file or not file}
-    )
+    outside = sorted({file for file in files.values() if not _is_plain_name(file)})
     if outside:
         raise CheckpointError(f"{index}: names {outside[0]!r}, which is no file of its own folder")
     held = {file: _tensors_of_file(index.parent / file) for file in sorted(set(files.values()))}
@@ -194,6 +192,11 @@ def _tensors_of_index(index: Path) -> dict[str, _Stored]:
     if missing:
         raise CheckpointError(f"{index}: does not agree with its files:\n  " + "\n  ".join(missing))
     return {name: held[file][name] for name, file in files.items()}
+
+
+def _is_plain_name(file: str) -> bool:
+    # Printable, because a null character or half of a surrogate pair is no name to any file system.
+    return Path(file).name == file and file not in {"", ".."} and "\\" not in file and file.isprintable()
 
 
 def _tensors_of_file(path: Path) -> dict[str, _Stored]:
@@ -307,8 +310,18 @@ def _copy(fitting: Mapping[str, _Stored], own: Mapping[str, Tensor]) -> None:
                 former = filled_by.setdefault(id(own[name]), name)
                 if former == name:
                     own[name].copy_(tensor)
+                    _check_held(name, tensor, own[name])
                 else:
                     _check_equal(name, former, tensor, own[name])
+
+
+def _check_held(name: str, tensor: Tensor, filled: Tensor) -> None:
+    if filled.dtype != tensor.dtype and bool((infinite := filled.isinf()).any()):
+        were_infinite = tensor.double().isinf().to(filled.device)
+        if bool((infinite & ~were_infinite).any()):
+            raise CheckpointError(
+                f"{name} has values that are too large for {filled.dtype}; build the model in bfloat16 or float32"
+            )
 
 
 def _check_equal(name: str, former: str, tensor: Tensor, filled: Tensor) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from queue import Full, Queue
+from queue import SimpleQueue
 from typing import Any
 
 from speedtronic.metrics.records import Hook, TrainingHook
@@ -46,7 +46,7 @@ class HookThread:
         self._missed = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._calls: Queue[_Call | None] = Queue()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
 
     def tell(self, event: str, payload: dict[str, Any]) -> None:
         """Let the hook hear an event.
@@ -80,7 +80,7 @@ class HookThread:
         thread.join(self._patience)
         missed, self._missed = self._missed, 0
         if thread.is_alive():
-            missed += sum(call is not None for call in list(self._calls.queue))
+            missed += max(0, self._calls.qsize() - 1)  # the last is the word that there will be no more
             self._warn(f"hook {hook_name(self.hook)} has not come back; {missed} events were left for it")
         elif missed:
             self._warn(f"hook {hook_name(self.hook)} was too slow to hear of {missed} events")
@@ -89,14 +89,13 @@ class HookThread:
         with self._lock:
             # A fork leaves its child without the thread, and the queue in whatever state it was.
             if self._thread is None or not self._thread.is_alive():
-                self._calls = Queue(_LONGEST_QUEUE)
+                self._calls = SimpleQueue()
                 self._thread = threading.Thread(target=_work, args=(self._calls,), name="hook", daemon=True)
                 self._thread.start()
                 weakref.finalize(self, _end, self._calls)
-        try:
-            self._calls.put_nowait(call)
-        except Full:
+        if self._calls.qsize() >= _LONGEST_QUEUE:
             return False
+        self._calls.put(call)
         return True
 
     def _came_back(self, call: _Call) -> bool:
@@ -163,11 +162,12 @@ def hook_name(hook: Hook) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
-def _work(calls: Queue[_Call | None]) -> None:
+def _work(calls: SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         call.run()
+        del call  # it would keep the hook, and who is told of its failures, alive until the next event
 
 
-def _end(calls: Queue[_Call | None]) -> None:
-    if not calls.full():
-        calls.put_nowait(None)
+def _end(calls: SimpleQueue[_Call | None]) -> None:
+    # May run while a thread is within this very queue, when garbage is collected there; a SimpleQueue allows that.
+    calls.put(None)

@@ -58,6 +58,12 @@ class MetricRecords(Sequence[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self._record(row) for row in range(self._length))
 
+    def __add__(self, other: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [*other, *self]
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented

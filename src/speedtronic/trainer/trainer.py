@@ -22,7 +22,7 @@ from speedtronic.config import SpeedtronicConfig
 from speedtronic.data import BatchStream
 from speedtronic.errors import CheckpointError, ConfigError, NonFiniteError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
-from speedtronic.precision import PrecisionPlan, make_grad_scaler, resolve_precision
+from speedtronic.precision import PrecisionPlan, make_grad_scaler, resolve_device, resolve_precision
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
 from speedtronic.trainer.compiled import CompiledModel, is_out_of_memory
 from speedtronic.trainer.guard import NonFiniteGuard
@@ -88,7 +88,7 @@ class Trainer:
         model: the module. What it may return is said in `trainer.loss.resolve_loss`.
         optimizer: any `torch.optim.Optimizer` over its parameters.
         dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
-        device: where to train.
+        device: where to train; "auto" chooses CUDA, then MPS, then the CPU.
         config: a `SpeedtronicConfig`, or a dict of one; the defaults without it.
         scheduler: advanced once per global step.
         precision: a resolved plan; from `config.precision` without it.
@@ -103,6 +103,9 @@ class Trainer:
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints does anyway.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
         shape_report: what a startup shape validation found; `fit` validates where there was none.
+
+    Raises:
+        DeviceError: the device does not exist here.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.dataloader = dataloader
-        self.device = torch.device(device)
+        self.device = resolve_device(device)
         self.scheduler = scheduler
         self.logger = logger or MetricLogger(
             level=self.config.logging.level, every_steps=self.config.logging.every_steps or 1
@@ -265,9 +268,8 @@ class Trainer:
 
     def _validate_shapes(self) -> None:
         if self.shape_report is None:
-            self.shape_report = validate_startup_shapes(
-                self.config, self.model, self.device, self.precision, self.logger
-            )
+            config = _with_checks_of_what_is_known(self.config)
+            self.shape_report = validate_startup_shapes(config, self.model, self.device, self.precision, self.logger)
 
     def _start_coordinator(self, stack: ExitStack) -> None:
         if self.coordinator is None:
@@ -628,6 +630,14 @@ def _as_config(config: SpeedtronicConfig | dict[str, Any] | None) -> Speedtronic
     if config is None:
         return SpeedtronicConfig()
     return SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
+
+
+def _with_checks_of_what_is_known(config: SpeedtronicConfig) -> SpeedtronicConfig:
+    """Without the shape checks of batches whose size nobody gave: a loader's own is not that of the defaults."""
+    if "micro_batch_size" in config.data.model_fields_set:
+        return config
+    checks = config.shape_validation.model_copy(update={"check_batch": False, "check_sequence": False})
+    return config.model_copy(update={"shape_validation": checks})
 
 
 def _enable_gradient_checkpointing(model: Any) -> None:
