@@ -954,6 +954,32 @@ def test_another_runs_checkpoint_is_no_substitute_for_a_damaged_one(tmp_path: Pa
         CheckpointManager(tmp_path).load_latest()
 
 
+def test_without_latest_another_runs_checkpoint_is_no_substitute_either(tmp_path: Path, warned: list[str]) -> None:
+    CheckpointManager(tmp_path, now=lambda: datetime(2026, 1, 1, tzinfo=UTC)).save(9, state_of(9))
+    later = CheckpointManager(tmp_path, now=lambda: datetime(2026, 1, 2, tzinfo=UTC))
+    damage(later.save(2, state_of(2)) / "model.safetensors")
+    (tmp_path / "latest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_000000000002: model\.safetensors"):
+        CheckpointManager(tmp_path, warn=warned.append).load_latest()
+
+
+class UnreadableLatest(FileSystem):
+    """A disk that fails for the moment where `latest.json` lies."""
+
+    def open(self, path: Path) -> FileIO:
+        if path.name == "latest.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().open(path)
+
+
+def test_a_latest_that_the_disk_refuses_is_an_error_and_no_other_run_is_loaded(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path).save(9, state_of(9))
+    CheckpointManager(tmp_path).save(2, state_of(2))
+    with pytest.raises(CheckpointError, match=r"latest\.json cannot be read: Input/output error"):
+        CheckpointManager(tmp_path, fs=UnreadableLatest()).load_latest()
+    assert step_of(CheckpointManager(tmp_path).load_latest()) == 2
+
+
 def test_a_named_run_whose_checkpoints_are_gone_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     CheckpointManager(tmp_path).save(9, state_of(9))
     shutil.rmtree(CheckpointManager(tmp_path).save(2, state_of(2)))

@@ -45,6 +45,7 @@ from speedtronic.checkpoint.manifest import (
     Manifest,
     NewerFormatError,
     Pointer,
+    UnreadableError,
     current_versions,
     read_pointer,
 )
@@ -234,7 +235,7 @@ class CheckpointManager:
 
         Tensors are on the CPU. Every byte is compared with the manifest's checksums. A damaged checkpoint is
         passed over, with a warning, for the next older one of the same run. Without a readable `latest.json`
-        it is the newest sound one of any run. The manager goes on as the loaded run: it takes over its
+        it is that of the run that saved last. The manager goes on as the loaded run: it takes over its
         `run_id`.
 
         Returns:
@@ -357,10 +358,11 @@ class CheckpointManager:
         raise CheckpointError(self._none_sound(damaged, entries))
 
     def _pointer(self) -> Pointer | None:
-        """What `latest.json` says, or None when it cannot be read."""
+        """What `latest.json` says, or None when it is missing or damaged."""
         try:
             return read_pointer(self._fs, self.directory / LATEST)
-        except NewerFormatError as error:
+        except (NewerFormatError, UnreadableError) as error:
+            # A disk that fails for the moment must not let another run's checkpoint be taken for this one's.
             raise CheckpointError(f"{self.directory}: {error}") from error
         except CheckpointError:
             return None
@@ -586,5 +588,7 @@ def _manifest_of(entry: CheckpointEntry) -> Manifest:
 
 
 def _candidates(entries: list[CheckpointEntry], pointer: Pointer | None) -> list[CheckpointEntry]:
-    """The checkpoints to load from, best first: the named run's, or all when none is named."""
-    return newest_first(entries) if pointer is None else of_run(entries, pointer.run_id)
+    """The checkpoints of one run to load from, best first: the named run's, or when none is named the newest one's."""
+    if pointer is not None:
+        return of_run(entries, pointer.run_id)
+    return [entry for newest in newest_first(entries)[:1] for entry in of_run(entries, newest.run_id)]

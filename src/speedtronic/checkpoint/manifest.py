@@ -52,6 +52,10 @@ class NewerFormatError(CheckpointError):
     """The checkpoint was written by a newer Speedtronic than this one."""
 
 
+class UnreadableError(CheckpointError):
+    """The disk would not let it be read; it may be sound, and readable the next time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a checkpoint is, and how to tell that it is whole.
@@ -125,6 +129,7 @@ def read_pointer(fs: FileSystem, path: Path) -> Pointer:
     """What `latest.json` says.
 
     Raises:
+        UnreadableError: the disk failed.
         CheckpointError: it is missing, damaged, or not ours.
     """
     try:
@@ -195,7 +200,7 @@ def _read(fs: FileSystem, path: Path) -> bytes:
     except CheckpointError as error:
         raise CheckpointError(f"{path.name} is damaged: {error}") from error
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from error
+        raise UnreadableError(f"{path.name} cannot be read: {error.strerror or error}") from error
 
 
 def _parse(name: str, data: bytes) -> dict[str, Any]:
