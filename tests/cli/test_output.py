@@ -86,3 +86,14 @@ def test_an_interrupt_anywhere_is_130_without_a_traceback(
     monkeypatch.setattr(place, interrupt)
     assert main(["schema"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_user_code_that_exits_with_a_reason_is_an_error_that_says_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def give_up() -> None:
+        sys.exit("no data today")
+
+    monkeypatch.setattr("speedtronic.cli.build_parser", give_up)
+    assert main(["schema"]) == 1
+    assert capsys.readouterr().err == "no data today\n"

@@ -90,6 +90,9 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> str:
         generator=lambda data: (number for number in range(3)),
         unsized=lambda data: Unsized(),
         nothing=lambda data: 3,
+        a_class=lambda data: Squares,
+        triple=lambda data: (Squares(6), Squares(3), Squares(3)),
+        rows=lambda data: [{"input_ids": [1, 2, 9], "labels": [2, 9, -100]}],
         constant="/",
         failing=lambda data: {}["key"],
     )
@@ -217,6 +220,8 @@ def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) 
         ({"dataset": "some_user_data:nothing"}, ConfigError, "must return a Dataset.* not int"),
         ({"dataset": "some_user_data:constant"}, ConfigError, r"some_user_data:constant must be a function, not str"),
         ({"dataset": "some_user_data:stream", "shuffle": True}, ConfigError, r"data\.shuffle"),
+        ({"dataset": "some_user_data:a_class"}, ConfigError, "must return a Dataset.* not the class Squares"),
+        ({"dataset": "some_user_data:triple"}, ConfigError, "must return a Dataset.* not tuple"),
         ({"dataset": "some_user_data:mapping"}, ConfigError, "must return a Dataset.* not dict"),
         ({"dataset": "some_user_data:generator"}, ConfigError, "must return a Dataset.* not generator"),
         ({"dataset": "some_user_data:unsized"}, ConfigError, "must return a Dataset with __len__.* not Unsized"),
@@ -281,6 +286,20 @@ def test_data_beyond_a_built_in_model_names_both_sizes(name: str, key: str, mess
 
     with pytest.raises(ConfigError, match=message):
         build_data(SpeedtronicConfig.from_dict({"model": model, "data": {key: 9}}), pin_memory=False)
+
+
+@pytest.mark.parametrize(("vocab_size", "max_seq_len", "message"), [(9, 3, "the id 9"), (10, 2, "has 3 tokens")])
+def test_samples_beyond_a_built_in_model_are_named(
+    factory: str, vocab_size: int, max_seq_len: int, message: str
+) -> None:
+    def built(name: str) -> Loader:
+        model = {"name": name, "max_seq_len": max_seq_len, "vocab_size": vocab_size}
+        raw = {"model": model, "data": {"dataset": f"{factory}:rows"}}
+        return build_data(SpeedtronicConfig.from_dict(raw), pin_memory=False).train
+
+    with pytest.raises(DataError, match=rf"^samples 0 of builtins\.list: .*{message}"):
+        next(iter(built("reference_transformer")))
+    assert next(iter(built("mine")))["input_ids"].tolist() == [[1, 2, 9]]
 
 
 def test_the_sizes_of_other_models_are_their_own_matter() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from speedtronic.data import collate_batch, collate_causal
+from speedtronic.data.collate import CollateForModel
 from speedtronic.errors import DataError
 
 
@@ -96,6 +97,42 @@ def test_samples_that_make_no_batch_are_refused(items: list[Any], message: str) 
         collate_causal(items)
 
 
+def test_arrays_may_be_read_only_run_backwards_and_have_their_bytes_reversed() -> None:
+    for row in (np.broadcast_to(np.int64(1), 3), np.ones(6, np.int64)[::-2], np.ones(3, ">i4")):
+        batch = collate_batch([{"input_ids": row, "labels": row, "weight": row}] * 2)
+
+        assert [field.tolist() for field in batch.values()] == [[[1, 1, 1], [1, 1, 1]]] * 3
+
+
+def pair(ids: Any, labels: Any) -> Any:
+    return [(torch.tensor(ids), torch.tensor(labels))]
+
+
+def mapping(ids: Any, labels: Any) -> Any:
+    return [{"input_ids": ids, "labels": labels}]
+
+
+@pytest.mark.parametrize("make", [pair, mapping])
+def test_ids_and_rows_that_a_model_cannot_take_are_refused(make: Any) -> None:
+    collate = CollateForModel(vocab_size=5, max_seq_len=3)
+
+    collate(make([0, 4, 1], [4, -100, 0]))
+    collate([{"input_ids": [0, 4]}])  # without labels
+    with pytest.raises(DataError, match="the input_ids of a sample have the id 5, but .* 0 to 4: set model.vocab_size"):
+        collate(make([0, 5], [0, 0]))
+    with pytest.raises(DataError, match="the input_ids of a sample have the id -1"):
+        collate(make([0, -1], [0, 0]))
+    with pytest.raises(DataError, match="the labels of a sample have the id -1"):
+        collate(make([0, 0], [-100, -1]))
+    with pytest.raises(DataError, match=r"a sample has 4 tokens, more than the 3 of model\.max_seq_len"):
+        collate(make([0] * 4, [0] * 4))
+
+
+@pytest.mark.parametrize("items", [[(torch.ones(3), 9)], [(torch.ones(1, 3), torch.ones(9))], [9, 10], [{"x": 9}]])
+def test_what_are_no_rows_of_ids_is_not_looked_at(items: list[Any]) -> None:
+    CollateForModel(vocab_size=5, max_seq_len=1)(items)
+
+
 def test_tuples_of_equal_width_are_stacked_field_by_field() -> None:
     inputs, targets = collate_batch([(torch.ones(3), 1), (torch.zeros(3), 0)])
 
@@ -150,6 +187,11 @@ class Sample:
 def test_samples_that_cannot_be_stacked_are_refused(items: list[Any]) -> None:
     with pytest.raises(DataError, match=r"no samples|cannot be stacked"):
         collate_batch(items)
+
+
+def test_samples_of_different_types_are_refused() -> None:
+    with pytest.raises(DataError, match="the samples of a batch are of different types: dict, tuple"):
+        collate_batch([(1, 2), {"input_ids": [1]}])
 
 
 @pytest.mark.parametrize("other", [{"x": 2.0}, {"x": 2.0, "y": 1, "z": 3}, 2.0])

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,40 @@ def test_an_empty_folder_is_filled(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "out").mkdir()
 
     assert prepare([corpus], tmp_path / "out").documents == 3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links")
+@pytest.mark.parametrize("place", ["empty", "absent", "prepared"])
+def test_the_folder_that_a_link_leads_to_is_written(tmp_path: Path, corpus: Path, place: str) -> None:
+    (tmp_path / "disk").mkdir()
+    folder = tmp_path / "disk" / "data"
+    if place == "empty":
+        folder.mkdir()
+    elif place == "prepared":
+        prepare([corpus / "a.txt"], folder)
+    (tmp_path / "out").symlink_to(folder)
+
+    assert prepare([corpus], tmp_path / "out", force=True).folder == folder
+    assert prepare([corpus], tmp_path / "out").already_prepared
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "disk", "out"]
+    assert list((tmp_path / "disk").iterdir()) == [folder]
+    assert len(documents(tmp_path / "out")) == 3
+
+
+def test_an_empty_folder_that_cannot_give_way_is_refused_before_the_work(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mount").mkdir()
+    monkeypatch.chdir(tmp_path / "mount")
+
+    with pytest.raises(DataError, match=r"\.: the finished folder cannot take the place of this empty one"):
+        prepare([corpus], ".", on_progress=lambda progress: pytest.fail("it has begun"))
+
+
+def test_a_folder_that_the_system_refuses_is_named(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(DataError, match="xxx: cannot be read: File name too long"):
+        prepare([corpus], tmp_path / ("x" * 300))
 
 
 def test_invalid_utf8_names_file_and_offset_and_leaves_nothing(tmp_path: Path, corpus: Path) -> None:
@@ -405,6 +440,27 @@ def test_what_was_killed_goes_on_to_the_same_result(
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert resumed.encoded_bytes < resumed.text_bytes
     assert not resumed.already_prepared
+
+
+@pytest.mark.parametrize("then", ["again", "by force", "deleted"])
+def test_notes_that_outlive_their_work_are_not_gone_on_with(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:  # as when it is killed after the folder has its name
+        patched.setattr(PartialFolder, "forget", lambda work: None)
+        # At the end of each unit a shard is full, so that the last notes need no file that is open.
+        options: dict[str, Any] = {"unit_bytes": 1, "shard_tokens": 1, "processes": 1}
+        prepare([corpus], out, clock=every_unit_is_noted(), **options)
+    assert is_resumable(out)
+    if then == "deleted":
+        shutil.rmtree(out)
+
+    made = prepare([corpus], out, force=then == "by force", **options)
+
+    assert made.already_prepared == (then == "again")
+    assert sorted(documents(out)) == ["first\n", "second é\n", "third = 3\n"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
 
 
 def interrupted(folder: Path, corpus: Path, **options: Any) -> None:

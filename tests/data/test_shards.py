@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -190,6 +191,41 @@ def test_a_tokenizer_that_has_been_changed_is_refused(tmp_path: Path) -> None:
         _ = ShardSet(folder).tokenizer
 
 
+@pytest.mark.parametrize("vocab_size", [120, 257])
+def test_a_vocabulary_that_is_not_the_tokenizers_is_refused(tmp_path: Path, vocab_size: int) -> None:
+    folder = make(tmp_path / "s")
+    edit_index(folder, lambda index: index.update(vocab_size=vocab_size))
+
+    with pytest.raises(DataError, match=rf"index\.json: a vocabulary of {vocab_size}, but its tokenizer has 256"):
+        _ = ShardSet(folder).tokenizer
+
+
+@pytest.mark.parametrize("name", ["index.json", "shard_00001.bin", "shard_00001.idx", "tokenizer_spec.json"])
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder = make(tmp_path / "s")
+    opened = io.open
+
+    def as_nobody(path: Any, *rest: Any, **options: Any) -> Any:
+        if str(path).endswith(name):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *rest, **options)
+
+    monkeypatch.setattr(io, "open", as_nobody)  # as `Path` opens files
+
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: cannot be read: Permission denied"):
+        _ = ShardSet(folder).tokenizer
+
+
+def test_a_place_that_the_system_refuses_is_named() -> None:
+    with pytest.raises(DataError, match="xxx: cannot be read: File name too long"):
+        ShardSet("x" * 300)
+
+
+def test_a_folder_of_text_says_the_command_that_prepares_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(f"`speedtronic data prepare {tmp_path} --out DIR`")):
+        ShardSet(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["shard_00003.bin", "shard_00006.idx"])
 def test_a_flipped_bit_is_found_by_verify(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path / "s")
@@ -294,6 +330,24 @@ def test_files_that_somebody_has_shortened_are_not_gone_on_with(tmp_path: Path) 
 
     with pytest.raises(OSError, match="shorter than it was"):
         ShardFiles(tmp_path, tokenizer=CharTokenizer(), state=state)
+
+
+@pytest.mark.parametrize("name", ["shard_00001.bin", "shard_00000.idx"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 33)])
+def test_files_of_which_a_finished_shard_is_gone_are_not_gone_on_with(
+    tmp_path: Path, name: str, damage: Callable[[Path], object]
+) -> None:
+    files = ShardFiles(tmp_path, tokenizer=CharTokenizer(), shard_tokens=50)
+    for _ in range(10):
+        files.write(np.ones(9, np.uint8))
+        files.end_document()
+    state = files.saved()
+    files.close()
+    assert state["open"] is None  # nothing else would be missed
+    damage(tmp_path / name)
+
+    with pytest.raises(OSError, match=re.escape(name)):
+        ShardFiles(tmp_path, tokenizer=CharTokenizer(), shard_tokens=50, state=state)
 
 
 def test_a_folder_is_prepared_when_it_has_an_index(tmp_path: Path) -> None:

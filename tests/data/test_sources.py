@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from speedtronic.data.cutting import CutRule
-from speedtronic.data.sources import Input, find_inputs, hub_dataset, text_file, texts
+from speedtronic.data.sources import Input, choose_inputs, find_inputs, hub_dataset, text_file, texts
 from speedtronic.errors import DataError, MissingExtraError
 
 
@@ -61,6 +63,52 @@ def test_the_field_that_holds_the_text_can_be_chosen(tmp_path: Path) -> None:
     parquet(tmp_path / "c.parquet", {"body": ["two"], "text": [2]})
 
     assert list(texts(find_inputs([tmp_path], text_field="body"))) == ["one", "two"]
+
+
+def test_links_to_folders_are_followed_and_each_folder_is_read_once(tmp_path: Path) -> None:
+    for name in ("corpus/a.txt", "corpus/deep/b.txt", "elsewhere/c.txt", "elsewhere/deep/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "corpus" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus" / "same").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "corpus")  # and round again
+
+    found = [each.name for each in find_inputs([tmp_path / "corpus"])]
+
+    assert found == ["corpus/a.txt", "corpus/deep/b.txt", "corpus/link/c.txt", "corpus/link/deep/d.txt"]
+
+
+def test_a_link_that_leads_round_in_a_circle_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").symlink_to(tmp_path / "b.txt")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+
+    with pytest.raises(DataError, match=r"a\.txt: no such text file"):
+        find_inputs([tmp_path / "a.txt"])
+    with pytest.raises(DataError, match="no file in this folder matches"):
+        find_inputs([tmp_path])
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("readable")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def as_nobody(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", as_nobody)
+
+    with pytest.raises(DataError, match=r"closed: cannot be read: Permission denied"):
+        choose_inputs([tmp_path])
+
+
+def test_a_path_that_the_system_refuses_is_named() -> None:
+    with pytest.raises(DataError, match="xxx: cannot be read: File name too long"):
+        choose_inputs(["x" * 300])
 
 
 def test_a_stamp_tells_a_changed_file(tmp_path: Path) -> None:
@@ -136,6 +184,14 @@ def test_each_json_line_is_a_document(tmp_path: Path, size: int) -> None:
     assert documents_of(find_inputs([path])[0], size) == ["é\n", "字", "end"]
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_file_of_json_lines_may_begin_with_the_mark_of_utf8_and_have_nulls(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
+
+    assert documents_of(find_inputs([path])[0], size) == ["one", "two"]
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -187,6 +243,15 @@ def test_a_parquet_file_without_such_text_is_refused(tmp_path: Path) -> None:
         find_inputs([path])
     with pytest.raises(DataError, match=r"a\.parquet: the column 'id' holds int64, not text"):
         find_inputs([path], text_field="id")
+
+
+def test_a_parquet_file_with_two_such_columns_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table([pyarrow.array(["x"]), pyarrow.array(["y"])], names=["text", "text"])
+    importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+
+    with pytest.raises(DataError, match=r"a\.parquet: has several columns 'text'; choose another"):
+        find_inputs([tmp_path / "a.parquet"])
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from speedtronic.data.bpe import load_tokenizer
 from speedtronic.data.cutting import cut_rule
 from speedtronic.data.json_tokenizer import ByteLevelTokenizer
-from speedtronic.data.train_tokenizer import train_tokenizer
+from speedtronic.data.train_tokenizer import _without_long_words, train_tokenizer
 from speedtronic.errors import DataError, MissingExtraError
 
 TEXT = "It was the best of times, it was the worst of times.\nÉtait-ce le meilleur des temps ?\n" * 20
@@ -82,6 +83,42 @@ def test_a_vocabulary_holds_at_least_the_bytes_and_the_separator(tmp_path: Path,
         train_tokenizer([text], tmp_path / "tokenizer.json", vocab_size=256)
 
     assert train_tokenizer([text], tmp_path / "tokenizer.json", vocab_size=257).vocab_size == 257
+
+
+def test_a_vocabulary_beyond_what_memory_holds_is_refused(tmp_path: Path, text: Path) -> None:
+    with pytest.raises(DataError, match="a vocabulary of 999999999999 is too large: 4194304 are the most"):
+        train_tokenizer([text], tmp_path / "tokenizer.json", vocab_size=999_999_999_999)
+
+
+def test_nothing_but_empty_documents_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+
+    with pytest.raises(DataError, match="all documents are empty"):
+        train_tokenizer([tmp_path], tmp_path / "tokenizer.json", vocab_size=300)
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("long", ["ab" * 200_000, "\0" * 1_000_000, " " * 1_000_000])
+def test_the_time_does_not_grow_with_the_square_of_a_word(tmp_path: Path, long: str) -> None:
+    (tmp_path / "text.txt").write_text(f"word {long} word")
+
+    trained = train_tokenizer([tmp_path], tmp_path / "tokenizer.json", vocab_size=300)
+
+    assert trained.text_bytes == len(long) + 10
+    assert trained.bytes_per_token > 20
+
+
+@pytest.mark.parametrize("word", ["a" * 5000, " " * 2049, "ab " * 1000, "", "a" * 511, "漢" * 1025 + "\n" * 1025])
+def test_no_text_is_lost_where_long_words_are_divided(word: str) -> None:
+    text = f"one {word} two{word}"
+
+    pieces = list(_without_long_words(text))
+
+    assert "".join(pieces) == text
+    longest = max(len(run) for piece in pieces for run in re.findall(r"\S+|\s+", piece))
+    assert longest < 1024
+    assert len(pieces) == 1 or len(max(re.findall(r"\S+|\s+", text), key=len)) > 1024
 
 
 def test_a_file_is_replaced_only_by_force(tmp_path: Path, text: Path) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
@@ -13,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from speedtronic.data import TokenLoader
 from speedtronic.data.iterable import StreamLoader
+from speedtronic.data.stream import BatchStream
 from speedtronic.data.workers import OwnGenerators, blame
 from speedtronic.errors import DataError, DataWorkerError
 from speedtronic.processes import process_is_alive
@@ -31,6 +34,13 @@ class ProcessIds(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return os.getpid()
+
+
+class UnsendablePointer(ProcessIds):
+    """Holds what the standard library refuses to pickle with a ValueError."""
+
+    def __init__(self, size: int) -> None:
+        self.size = ctypes.pointer(ctypes.c_int(size))
 
 
 class ProcessIdStream(IterableDataset[int]):
@@ -127,10 +137,44 @@ def test_a_worker_that_is_killed_is_one_error_with_what_to_do() -> None:
     assert failure.value.exit_code == 1
 
 
-def test_a_dataset_that_cannot_be_sent_is_one_error_with_what_to_do() -> None:
-    loader = TokenLoader(Unsendable(8), 1, num_workers=1, multiprocessing_context="spawn")
+def kill_and_wait(process: int) -> None:
+    """Kill a child and go on when the signal of its end has been handled here."""
+    time.sleep(0.5)  # it waits for work by now: with a lock of torch's in its hand, its end would be waited for forever
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    time.sleep(0.1)
 
-    with pytest.raises(DataError, match=r"datasets\.Unsendable cannot be sent to a worker process: .*lambda.*; define"):
+
+@EACH_KIND
+def test_the_end_of_a_worker_is_an_error_only_where_a_batch_is_asked_for(make: Make) -> None:
+    with closing(make()) as loader:
+        batches = BatchStream(loader, capture_rng=dict, restore_rng=lambda state: None)
+        worker = int(next(batches))
+
+        kill_and_wait(worker)  # nothing is raised here: it could be in the middle of an update or of a save
+
+        with pytest.raises(DataWorkerError, match=f"has ended .*{worker}.* killed by signal: Killed"):
+            next(batches)
+
+
+def test_the_end_of_a_worker_of_another_loader_is_an_error_only_where_a_batch_is_asked_for() -> None:
+    loader = DataLoader(ProcessIds(), num_workers=2, prefetch_factor=1)
+    stream = BatchStream(loader, capture_rng=dict, restore_rng=lambda state: None)
+    worker = int(next(stream))
+
+    kill_and_wait(worker)
+
+    with pytest.raises(RuntimeError, match="killed by signal: Killed"):
+        next(stream)
+
+
+@pytest.mark.parametrize("cannot", [Unsendable(8), UnsendablePointer(8)])
+def test_a_dataset_that_cannot_be_sent_is_one_error_with_what_to_do(cannot: Dataset[Any]) -> None:
+    loader = TokenLoader(cannot, 1, num_workers=1, multiprocessing_context="spawn")
+
+    with pytest.raises(
+        DataError, match=r"Unsendable\w* cannot be sent to a worker process: .*(lambda|pointer).*; define"
+    ):
         next(iter(loader))
 
 

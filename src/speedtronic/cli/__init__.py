@@ -56,8 +56,16 @@ def _run(argv: Sequence[str] | None) -> int:
         args = build_parser().parse_args(argv)
         code: int = args.run(args)
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0
+        return _exit_code(stop)
     return code
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """What Python itself would make of it: the code of a model that calls `sys.exit("why")` is 1, and why is said."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
 
 
 def _report(error: SpeedtronicError) -> int:

@@ -12,9 +12,10 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from speedtronic.config import DataConfig, SpeedtronicConfig
 from speedtronic.data.bpe import load_tokenizer
+from speedtronic.data.collate import CollateForModel, collate_batch
 from speedtronic.data.datasets import ShardDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
 from speedtronic.data.iterable import StreamLoader
-from speedtronic.data.loader import TokenLoader
+from speedtronic.data.loader import Collate, TokenLoader
 from speedtronic.data.text import check_text_file, read_text
 from speedtronic.data.tokenizers import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer, Tokenizer
 from speedtronic.errors import ConfigError, DataError
@@ -62,10 +63,11 @@ def build_data(config: SpeedtronicConfig, *, pin_memory: bool, rank: int = 0, wo
     """
     _check_model_sizes(config)
     source = _held_out(_source(config.data), config.data)
-    train = _training_loader(source.train, config.data, pin_memory, rank, world_size)
+    collate = _collate(config)
+    train = _training_loader(source.train, config.data, collate, pin_memory, rank, world_size)
     validation = None
     if source.validation is not None:
-        validation = _loader(source.validation, config.data, pin_memory, shuffle=False, drop_last=False)
+        validation = _loader(source.validation, config.data, collate, pin_memory, shuffle=False, drop_last=False)
     return TrainingData(train, validation, source.tokenizer)
 
 
@@ -98,7 +100,15 @@ def build_dataloader(
     if vocab_size is not None:
         data = data.model_copy(update={"vocab_size": vocab_size})
     source = _source(data, tokenizer) if dataset is None else _Source(dataset)
-    return _training_loader(_held_out(source, data).train, data, pin_memory_device, rank, world_size)
+    collate = collate_batch if isinstance(config, DataConfig) else _collate(config)
+    return _training_loader(_held_out(source, data).train, data, collate, pin_memory_device, rank, world_size)
+
+
+def _collate(config: SpeedtronicConfig) -> Collate:
+    """What a built-in model cannot take is seen in the batches; what others take is theirs to know."""
+    if config.model.name not in _BUILT_IN_MODELS:
+        return collate_batch
+    return CollateForModel(config.model.vocab_size, config.model.max_seq_len)
 
 
 def _check_model_sizes(config: SpeedtronicConfig) -> None:
@@ -153,13 +163,14 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
 
 
 def _check_part(part: Any, factory: str) -> None:
-    indexable = (
-        hasattr(part, "__getitem__") and hasattr(part, "__len__") and not isinstance(part, Mapping | str | bytes)
-    )
+    # A class has the methods of its datasets, and a tuple would be a dataset of its members.
+    wrong = isinstance(part, type | tuple | Mapping | str | bytes)
+    indexable = hasattr(part, "__getitem__") and hasattr(part, "__len__") and not wrong
     if not (indexable or isinstance(part, IterableDataset)):
+        found = f"the class {part.__name__}" if isinstance(part, type) else type(part).__name__
         raise ConfigError(
             f"data.dataset: {factory} must return a Dataset with __len__ and __getitem__, an IterableDataset or a pair "
-            f"(training, validation), not {type(part).__name__}"
+            f"(training, validation), not {found}"
         )
 
 
@@ -237,15 +248,18 @@ def _part(dataset: Dataset[Any], start: int, stop: int) -> Dataset[Any]:
     return Subset(dataset, range(start, stop))
 
 
-def _training_loader(dataset: Dataset[Any], data: DataConfig, pin_memory: bool, rank: int, world_size: int) -> Loader:
+def _training_loader(
+    dataset: Dataset[Any], data: DataConfig, collate: Collate, pin_memory: bool, rank: int, world_size: int
+) -> Loader:
     if data.shuffle and isinstance(dataset, IterableDataset):
         raise ConfigError("data.shuffle: an IterableDataset sets its own order; leave this false")
-    return _loader(dataset, data, pin_memory, data.shuffle, data.drop_last, rank, world_size)
+    return _loader(dataset, data, collate, pin_memory, data.shuffle, data.drop_last, rank, world_size)
 
 
 def _loader(
     dataset: Dataset[Any],
     data: DataConfig,
+    collate: Collate,
     pin_memory: bool,
     shuffle: bool,
     drop_last: bool,
@@ -258,6 +272,7 @@ def _loader(
         "num_workers": data.num_workers,
         "prefetch_factor": data.prefetch_factor,
         "pin_memory": pin_memory if data.pin_memory is None else data.pin_memory,
+        "collate": collate,
         "rank": rank,
         "world_size": world_size,
     }

@@ -53,7 +53,9 @@ def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer, unit_bytes: 
     if folder.exists():
         try:
             return ShardSet(folder)
-        except DataError:
+        except DataError as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # it may be sound, and cannot be read
             # Nothing but this function writes here: a damaged entry is worth no more than an absent one.
             shutil.rmtree(folder)
     remove_leftovers(folder)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -30,8 +32,11 @@ def collate_batch(items: Sequence[Any]) -> Any:
         _check_fields(items)
         if "input_ids" in items[0]:
             return collate_causal(items)
+    elif any(isinstance(item, Mapping) for item in items):
+        kinds = ", ".join(sorted({type(item).__name__ for item in items}))
+        raise DataError(f"the samples of a batch are of different types: {kinds}")
     try:
-        return default_collate(list(items))
+        return default_collate([_own(item) for item in items])
     except (RuntimeError, TypeError) as error:
         raise DataError(
             f"the samples cannot be stacked into one batch: {error}; samples must have equal shapes, unless "
@@ -94,10 +99,62 @@ def _integers(name: str, item: Mapping[str, Any]) -> Tensor:
 
 
 def _row(values: Any) -> Tensor:
-    row = torch.as_tensor(values)
+    row = torch.as_tensor(_own(values))
     if row.ndim != 1:
         raise DataError(f"a token sample must be one row of ids, not of shape {tuple(row.shape)}")
     return row
+
+
+def _own(value: Any) -> Any:
+    """A copy of an array: as it is it may be read-only, run backwards, or have the bytes of its numbers reversed."""
+    return value.astype(value.dtype.newbyteorder("=")) if isinstance(value, np.ndarray) else value
+
+
+@dataclass(frozen=True)
+class CollateForModel:
+    """`collate_batch` for a model of tokens, which fails on an accelerator without a word on what it cannot take.
+
+    Looked at are the `input_ids` and `labels` of mappings, and the two of a pair, where they are rows of integers.
+
+    Attributes:
+        vocab_size: V; ids must be in [0, V), labels too or −100.
+        max_seq_len: the most tokens of a row.
+
+    Raises:
+        DataError: when called, as `collate_batch`, and for ids or rows that the model cannot take.
+    """
+
+    vocab_size: int
+    max_seq_len: int
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        batch = collate_batch(items)
+        match batch:
+            case {"input_ids": ids}:
+                self._check(ids, batch.get("labels"))
+            case [ids, labels]:
+                self._check(ids, labels)
+        return batch
+
+    def _check(self, ids: Any, labels: Any) -> None:
+        if not _is_rows(ids):
+            return
+        if ids.size(1) > self.max_seq_len:
+            raise DataError(f"a sample has {ids.size(1)} tokens, more than the {self.max_seq_len} of model.max_seq_len")
+        self._check_ids("input_ids", ids)
+        if _is_rows(labels):
+            self._check_ids("labels", labels[labels != IGNORED_LABEL])
+
+    def _check_ids(self, name: str, ids: Tensor) -> None:
+        for wrong in ids[(ids < 0) | (ids >= self.vocab_size)][:1].tolist():
+            raise DataError(
+                f"the {name} of a sample have the id {wrong}, but the vocabulary of the model has the ids 0 to "
+                f"{self.vocab_size - 1}: set model.vocab_size to hold all of the data's"
+            )
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point() and value.dtype != torch.bool
 
 
 def _label_shift(ids: list[Tensor], labels: list[Tensor]) -> int:

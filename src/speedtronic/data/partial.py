@@ -18,8 +18,15 @@ _JOURNAL = "journal.json"
 _LOCK = "lock"
 
 
-def partial_folder(folder: Path) -> Path:
-    """Where the data that will be `folder` is prepared."""
+def output_folder(out: str | os.PathLike[str]) -> Path:
+    """The folder that is written for `out`: what a symbolic link leads to, there or not, since none can be replaced."""
+    path = Path(out)
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
+
+
+def partial_folder(out: Path) -> Path:
+    """Where the data that will be `out` is prepared."""
+    folder = output_folder(out)
     return folder.parent / f".{folder.name}.partial"
 
 

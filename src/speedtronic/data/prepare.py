@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from speedtronic.data.bpe import load_tokenizer
 from speedtronic.data.cutting import CutRule, cut_rule
-from speedtronic.data.partial import PartialFolder
+from speedtronic.data.partial import PartialFolder, is_resumable, output_folder
 from speedtronic.data.pool import ProcessLostError, available_cpus, in_order
 from speedtronic.data.shards import (
     DEFAULT_SHARD_TOKENS,
@@ -180,7 +180,7 @@ def prepare(
     """
     if processes is not None and processes < 1:
         raise DataError(f"at least 1 process must prepare the data, not {processes}")
-    folder = Path(out)
+    folder = output_folder(out)
     inputs, skipped = choose_inputs(
         paths, source=source, hub=hub, split=split, patterns=patterns, text_field=text_field
     )
@@ -198,10 +198,9 @@ def prepare(
         "unit_bytes": unit_bytes,
     }
     job = _Job(inputs, recipe, processes or available_cpus(), on_progress, clock)
-    if folder.exists() and not (force and is_prepared(folder)):
-        existing = _same_content(folder, job)
-        if existing is not None:
-            return _summary(existing, encoded_bytes=0, already_prepared=True)
+    existing = _prepared_before(folder, job, force)
+    if existing is not None:
+        return _summary(existing, encoded_bytes=0, already_prepared=True)
     try:
         with PartialFolder(folder) as work:
             encoded_bytes = _make(job, encoder, work)
@@ -220,10 +219,42 @@ def _checksum(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _same_content(folder: Path, job: _Job) -> ShardSet | None:
-    """The shards at `folder` if they are those wanted, None if it is empty; otherwise DataError."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        return None
+def _prepared_before(folder: Path, job: _Job, force: bool) -> ShardSet | None:
+    """The shards at `folder` if they are those wanted, None if it is to be written; otherwise DataError."""
+    try:
+        if not folder.exists() or (force and is_prepared(folder)):
+            return None
+        if folder.is_dir() and not any(folder.iterdir()):
+            _give_way(folder)
+            return None
+        existing = _same_content(folder, job)
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
+    _remove_notes(folder)
+    return existing
+
+
+def _give_way(empty: Path) -> None:
+    """Remove an empty folder, whose place the finished one takes. That it cannot is better known before the work."""
+    try:
+        empty.rmdir()
+    except OSError as error:
+        raise DataError(
+            f"{empty}: the finished folder cannot take the place of this empty one ({error.strerror}), as it may be a "
+            f"mount point or the working folder; name a new folder inside it"
+        ) from error
+
+
+def _remove_notes(folder: Path) -> None:
+    """Remove what a preparation has left that was killed when all was done but that."""
+    if is_resumable(folder):
+        # Another process may be about to replace the folder, or nobody may write here: neither matters to this one.
+        with suppress(DataError, OSError), PartialFolder(folder) as work:
+            work.forget()
+
+
+def _same_content(folder: Path, job: _Job) -> ShardSet:
+    """The shards at `folder` if they are those wanted; otherwise DataError."""
     if not is_prepared(folder):
         raise DataError(f"{folder}: exists and is not a prepared folder; choose another one for the output")
     existing = ShardSet(folder)

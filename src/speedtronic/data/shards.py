@@ -106,10 +106,8 @@ class _Payload:
             raise
 
     def _go_on(self) -> None:
-        size = _HEADER.size + self.entries * self._dtype.itemsize
-        if os.fstat(self._file.fileno()).st_size < size:
-            raise OSError(f"{self._file.name} is shorter than it was")
-        self._file.truncate(size)
+        _check_length(Path(self._file.name), self._dtype, self.entries)
+        self._file.truncate(_size(self._dtype, self.entries))
         self._file.seek(_HEADER.size)
         while piece := self._file.read(_READ_AT_ONCE):
             self._digest.update(piece)
@@ -183,6 +181,9 @@ class ShardFiles:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.tokens, self.documents = state["tokens"], state["documents"]
         self._shards = [Shard(**shard) for shard in state["shards"]]
+        for shard in self._shards:
+            _check_length(self._folder / shard.file, self._dtype, shard.tokens)
+            _check_length(self._folder / shard.documents_file, _POSITION, shard.documents)
         kept = {name for shard in self._shards for name in (shard.file, shard.documents_file)}
         if state["open"] is not None:
             self._open = self._payloads(*state["open"])
@@ -286,6 +287,16 @@ class ShardFiles:
 _NO_ENDS = np.array([], np.int64)
 _END_OF_ONE = np.array([1], np.int64)
 _FIRST = np.array([0], np.int64)
+
+
+def _size(dtype: np.dtype[Any], entries: int) -> int:
+    """Bytes of a file of so many entries."""
+    return _HEADER.size + entries * dtype.itemsize
+
+
+def _check_length(path: Path, dtype: np.dtype[Any], entries: int) -> None:
+    if path.stat().st_size < _size(dtype, entries):
+        raise OSError(f"{path} is shorter than it was")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -421,6 +432,16 @@ class ShardSet:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
+        try:
+            self._open()
+        except OSError as error:
+            raise _unreadable(self.folder, error) from error
+        self._ends = list(accumulate(shard.tokens for shard in self.shards))
+        self._fits_in_memory = self.tokens * self.dtype.itemsize + self.documents * _POSITION.itemsize <= _MOST_RESIDENT
+        self._maps: dict[str, npt.NDArray[np.unsignedinteger[Any]]] = {}
+        self._touched = 0
+
+    def _open(self) -> None:
         index = _read_index(self.folder)
         try:
             self.dtype = _DTYPES[index["dtype"]]
@@ -433,10 +454,6 @@ class ShardSet:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise _broken(self.folder / INDEX, f"a field is missing or wrong ({error})") from error
         self._check()
-        self._ends = list(accumulate(shard.tokens for shard in self.shards))
-        self._fits_in_memory = self.tokens * self.dtype.itemsize + self.documents * _POSITION.itemsize <= _MOST_RESIDENT
-        self._maps: dict[str, npt.NDArray[np.unsignedinteger[Any]]] = {}
-        self._touched = 0
 
     def _check(self) -> None:
         if sum(shard.tokens for shard in self.shards) != self.tokens:
@@ -470,10 +487,18 @@ class ShardSet:
             MissingExtraError: the library that it needs is not installed.
         """
         path = self.folder / TOKENIZER_SPEC
-        spec = _read_json(path, _LARGEST_SPEC)
+        try:
+            spec = _read_json(path, _LARGEST_SPEC)
+        except OSError as error:
+            raise _unreadable(path, error) from error
         if not isinstance(spec, dict) or spec_fingerprint(spec) != self._tokenizer_fingerprint:
             raise _broken(path, "the tokenizer does not match its fingerprint")
-        return tokenizer_from_spec(spec)
+        tokenizer = tokenizer_from_spec(spec)
+        if tokenizer.vocab_size != self.vocab_size:
+            raise _broken(
+                self.folder / INDEX, f"a vocabulary of {self.vocab_size}, but its tokenizer has {tokenizer.vocab_size}"
+            )
+        return tokenizer
 
     @property
     def fingerprint(self) -> str:
@@ -571,7 +596,7 @@ class ShardSet:
                     # A plain view: slicing numpy's memmap class costs several times more.
                     mapped = np.asarray(np.memmap(file, dtype, mode="r", offset=_HEADER.size, shape=(entries,)))
             except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+                raise _unreadable(path, error) from error
         self._maps[name] = mapped
         return mapped
 
@@ -583,7 +608,7 @@ class ShardSet:
             self._maps.clear()
 
     def verify(self) -> None:
-        """Compare every file with its checksum. Raises DataError naming all that differ."""
+        """Compare every file with its checksum. Raises DataError naming all that differ, or one that cannot be read."""
         checksums = {
             name: checksum
             for shard in self.shards
@@ -595,10 +620,13 @@ class ShardSet:
 
     def _checksum(self, name: str) -> str:
         digest = hashlib.sha256()
-        with (self.folder / name).open("rb") as file:
-            file.seek(_HEADER.size)
-            while piece := file.read(_READ_AT_ONCE):
-                digest.update(piece)
+        try:
+            with (self.folder / name).open("rb") as file:
+                file.seek(_HEADER.size)
+                while piece := file.read(_READ_AT_ONCE):
+                    digest.update(piece)
+        except OSError as error:
+            raise _unreadable(self.folder / name, error) from error
         return digest.hexdigest()
 
     def __getstate__(self) -> dict[str, object]:
@@ -619,7 +647,7 @@ def _shard(entry: Mapping[str, Any]) -> Shard:
 
 
 def _check_size(path: Path, file: BinaryIO | FileIO, dtype: np.dtype[Any], entries: int) -> None:
-    size, expected = os.fstat(file.fileno()).st_size, _HEADER.size + entries * dtype.itemsize
+    size, expected = os.fstat(file.fileno()).st_size, _size(dtype, entries)
     if size != expected:
         raise _broken(path, f"the file has {size} bytes in place of {expected}")
 
@@ -633,7 +661,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
         )
     path = folder / INDEX
     if not path.is_file():
-        raise DataError(f"{folder}: not a prepared folder (it has no {INDEX}); make one with {prepare}")
+        raise DataError(
+            f"{folder}: not a prepared folder (it has no {INDEX}); make one of the text in it with `speedtronic data "
+            f"prepare {folder} --out DIR`, and give DIR in its place"
+        )
     index = _read_json(path, _LARGEST_INDEX)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise _broken(path, f"not an index of {FORMAT}")
@@ -652,6 +683,10 @@ def _read_json(path: Path, largest: int) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"not valid JSON ({error})") from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{error.filename or path}: cannot be read: {error.strerror or error}")
 
 
 def _broken(path: Path, reason: str) -> DataError:

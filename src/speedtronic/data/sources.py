@@ -6,6 +6,7 @@ of bounded size, which other processes can turn into text; where the spans lie d
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import json
 import os
@@ -155,7 +156,9 @@ class LinesSpan:
 
     def texts(self, raw: bytes) -> list[str]:
         texts = []
-        for number, line in enumerate(raw.split(b"\n")):
+        # Some programs begin every file of UTF-8 with its mark.
+        lines = raw.removeprefix(codecs.BOM_UTF8) if self.start == 0 else raw
+        for number, line in enumerate(lines.split(b"\n")):
             if not line.strip():
                 continue
             try:
@@ -171,8 +174,9 @@ class LinesSpan:
             record = json.loads(line.decode("utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from error
-        if not isinstance(record, dict) or not isinstance(text := record.get(self.text_field), str):
+        if not isinstance(record, dict) or not isinstance(text := record.get(self.text_field, 0), str | None):
             raise ValueError(f"not an object with a text {self.text_field!r}; choose the field with --text-field")
+        text = text or ""
         text.encode("utf-8")  # an escape such as \ud800 spells what is no character
         return text
 
@@ -183,7 +187,7 @@ class LinesSpan:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """A file of JSON objects, one a line: each object's text is a document; empty ones are passed over."""
+    """A file of JSON objects, one a line: each object's text is a document; empty ones and nulls are passed over."""
 
     name: str
     path: Path
@@ -327,11 +331,14 @@ def choose_inputs(
         raise DataError(f"source {source!r} is unknown; the one built-in source is {PYTHON_STDLIB}")
     if [bool(paths), bool(source), bool(hub)].count(True) != 1:
         raise DataError(f"name one thing to read: files and folders, the source {PYTHON_STDLIB}, or a dataset")
-    if source:
-        return library_sources()
-    if hub:
-        return [hub_dataset(hub, split=split, text_field=text_field)], 0
-    return find_inputs(paths, patterns=patterns, text_field=text_field), 0
+    try:
+        if source:
+            return library_sources()
+        if hub:
+            return [hub_dataset(hub, split=split, text_field=text_field)], 0
+        return find_inputs(paths, patterns=patterns, text_field=text_field), 0
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def find_inputs(
@@ -345,7 +352,8 @@ def find_inputs(
     `.jsonl` and `.parquet` files are read as such, every other file as one document of text.
 
     Args:
-        paths: files, and folders that are searched for `patterns`; hidden files and folders are passed over.
+        paths: files, and folders that are searched for `patterns`; hidden files and folders are passed over, and links
+            are followed.
         patterns: which file names are taken from folders; files that are named in `paths` always are.
         text_field: the field of JSON lines and the column of Parquet files that holds the text.
 
@@ -354,13 +362,13 @@ def find_inputs(
             empty files; a Parquet file without that column.
         MissingExtraError: a Parquet file, and pyarrow is not installed.
     """
-    files: dict[Path, tuple[str, Path]] = {}
+    files: dict[str, tuple[str, Path]] = {}
     for path in map(Path, paths):
         found = _in_folder(path, patterns) if path.is_dir() else [(path.name, path)]
         if not found:
             raise DataError(f"{path}: no file in this folder matches {' '.join(patterns)}; choose with --pattern")
         # A file that is named twice, or named and inside a named folder, is read once.
-        files.update((file.resolve(), (name, file)) for name, file in found)
+        files.update((os.path.realpath(file), (name, file)) for name, file in found)
     filled = [(name, path) for name, path in files.values() if not _is_empty(path)]
     if not filled:
         raise DataError(f"{', '.join(map(str, paths))}: all files are empty")
@@ -388,7 +396,7 @@ def library_sources() -> tuple[list[Input], int]:
     library = Path(sysconfig.get_path("stdlib"))
     inputs: list[Input] = []
     skipped = 0
-    for path in _walk(library, _NOT_LIBRARY):
+    for path in _walk(library, _NOT_LIBRARY) if library.is_dir() else ():
         if path.suffix != ".py" or _is_empty(path):
             continue
         if _is_utf8(path):
@@ -478,6 +486,8 @@ def _check_column(schema: Any, text_field: str, origin: str) -> None:
         raise DataError(
             f"{origin}: has no column {text_field!r}, but {', '.join(schema.names)}; choose one with --text-field"
         )
+    if schema.names.count(text_field) > 1:
+        raise DataError(f"{origin}: has several columns {text_field!r}; choose another one with --text-field")
     kind = str(schema.field(text_field).type)
     if kind not in {"string", "large_string", "string_view"} and not kind.startswith("dictionary<values=string"):
         raise DataError(f"{origin}: the column {text_field!r} holds {kind}, not text; choose with --text-field")
@@ -497,11 +507,25 @@ def _in_folder(folder: Path, patterns: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _walk(folder: Path, omitted: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Regular files below `folder` in a fixed order, without hidden ones and the folders `omitted`."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in omitted)
+    """Regular files below `folder` in a fixed order, without hidden ones and the folders `omitted`.
+
+    Links to folders are followed, to each folder once. Raises OSError for a folder that cannot be read.
+    """
+    seen = {os.path.realpath(folder)}
+    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        wanted = sorted(name for name in folders if not name.startswith(".") and name not in omitted)
+        folders.clear()
+        for name in wanted:
+            place = os.path.realpath(os.path.join(parent, name))
+            if place not in seen:
+                folders.append(name)
+            seen.add(place)
         paths = (Path(parent, name) for name in sorted(files) if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _is_utf8(path: Path) -> bool:

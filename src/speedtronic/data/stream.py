@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from speedtronic.data.workers import ends_of_workers
 from speedtronic.errors import DataError
 
 _END = object()
@@ -109,13 +112,18 @@ class BatchStream:
     def __next__(self) -> Any:
         """The next batch. Raises DataError when a whole pass over the loader yields nothing."""
         while True:
-            if self._batches is None:
-                self._batches = self._begin_pass()
-            batch = next(self._batches, _END)
+            with self._waiting():
+                if self._batches is None:
+                    self._batches = self._begin_pass()
+                batch = next(self._batches, _END)
             if batch is not _END:
                 self._delivered += 1
                 return batch
             self._end_pass()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        # Our own loaders see to it themselves, and say more.
+        return ends_of_workers.heard() if isinstance(self._loader, DataLoader) else nullcontext()
 
     def _begin_pass(self) -> Iterator[Any]:
         if self._resumed is not None:

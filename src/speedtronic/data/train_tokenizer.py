@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 SMALLEST_VOCABULARY = 257
 """The 256 bytes and the separator."""
 
+LARGEST_VOCABULARY = 2**22
+"""Published ones have up to some 260,000; the library ends the process when it cannot have the memory for more."""
+
 _SAMPLE = 2**20  # characters
+_LONG_WORD = 512  # characters
 _MIN_FREQUENCY = 2
 
 
@@ -65,7 +69,7 @@ def train_tokenizer(
     Args:
         paths: text, JSON lines and Parquet files, and folders that are searched for `patterns`.
         out: the file to write.
-        vocab_size: the most ids that it may have, at least 257.
+        vocab_size: the most ids that it may have, from 257 to 4,194,304.
         source, hub, split: what is read in place of `paths`, as for `prepare`.
         patterns: which file names are taken from folders; files that are named in `paths` always are.
         text_field: the field or column that holds the text.
@@ -73,7 +77,7 @@ def train_tokenizer(
         progress: show the library's own progress on the standard error.
 
     Raises:
-        DataError: nothing to read, text that is not UTF-8, a vocabulary that is too small, or a file that must be
+        DataError: nothing to read, text that is not UTF-8, a vocabulary of no such size, or a file that must be
             kept or cannot be written.
         MissingExtraError: `tokenizers` is not installed.
     """
@@ -82,6 +86,8 @@ def train_tokenizer(
         raise DataError(
             f"a vocabulary of {vocab_size} is too small: {SMALLEST_VOCABULARY} hold the 256 bytes and the separator"
         )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise DataError(f"a vocabulary of {vocab_size} is too large: {LARGEST_VOCABULARY} are the most")
     if path.is_dir():
         raise DataError(f"{path}: is a folder; name the file to write, such as {path / 'tokenizer.json'}")
     if path.exists() and not force:
@@ -89,6 +95,8 @@ def train_tokenizer(
     inputs, _ = choose_inputs(paths, source=source, hub=hub, split=split, patterns=patterns, text_field=text_field)
     text = _Sampled(texts(inputs))
     trained = _trained(text, vocab_size, progress).to_str(pretty=True)
+    if not text.bytes:
+        raise DataError("all documents are empty: there is nothing to train on")
     tokenizer = json_tokenizer(trained)
     _write(path, trained)
     tokens = len(encode_long(tokenizer, text.sample))
@@ -112,7 +120,20 @@ class _Sampled:
         for text in self._texts:
             self.bytes += len(text.encode("utf-8"))
             self.sample += text[: _SAMPLE - len(self.sample)]
-            yield text
+            yield from _without_long_words(text)
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """The text, divided within what has no end for long, such as encoded binary data: its pairs are still seen.
+
+    The time that the library needs for a word grows with the square of its length.
+    """
+    start = 0
+    for stop in range(_LONG_WORD, len(text), _LONG_WORD):
+        if len(text[stop - _LONG_WORD : stop].split(None, 1)) < 2:  # within a word, or within white space
+            yield text[start:stop]
+            start = stop
+    yield text[start:]
 
 
 def _trained(text: Iterable[str], vocab_size: int, progress: bool) -> tokenizers.Tokenizer:

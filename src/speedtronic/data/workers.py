@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import sysconfig
+import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
@@ -155,6 +156,58 @@ class OwnGenerators:
                 self.states = _states()
 
 
+# ---------------------------------------------------------------------- workers that end by themselves
+
+_CHILD_ENDED: int | None = getattr(signal, "SIGCHLD", None)  # Windows has none, and there torch sets no handler
+_SETS_THE_HANDLER = "torch.utils.data._utils.signal_handling"
+
+
+class _EndsOfWorkers:
+    """Keeps to itself that a worker has ended until somebody waits for one.
+
+    torch raises it from a handler of SIGCHLD, so wherever this process then is: in the middle of an update, or of a
+    save. The handler is set when a loader first starts workers, and once.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        self._heard = False
+        self._missed: RuntimeError | None = None
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Here it may be raised, also for what has ended before. Raises RuntimeError, as torch does."""
+        if _CHILD_ENDED is None or threading.current_thread() is not threading.main_thread():
+            yield  # signals reach the main thread alone
+            return
+        self._heard = True
+        try:
+            missed, self._missed = self._missed, None
+            if missed is not None:
+                raise missed
+            yield
+        finally:
+            self._heard = False
+            self._take_over(_CHILD_ENDED)
+
+    def _take_over(self, number: int) -> None:
+        handler = signal.getsignal(number)
+        if getattr(handler, "__module__", None) == _SETS_THE_HANDLER:
+            self._handler = handler
+            signal.signal(number, self._notice)
+
+    def _notice(self, number: int, frame: Any) -> None:
+        try:
+            self._handler(number, frame)
+        except RuntimeError as error:
+            if self._heard:
+                raise
+            self._missed = error
+
+
+ends_of_workers = _EndsOfWorkers()
+
+
 # ---------------------------------------------------------------------- fetching
 
 
@@ -212,9 +265,10 @@ class Fetcher:
             DataWorkerError: a worker process has ended.
         """
         try:
-            if self._replies is None:
-                self._replies = self._start()
-            reply = next(self._replies)
+            with ends_of_workers.heard():
+                if self._replies is None:
+                    self._replies = self._start()
+                reply = next(self._replies)
         except BaseException as error:
             # What the library has handed out and what has arrived no longer go together.
             self.restart()
@@ -237,7 +291,7 @@ class Fetcher:
                 # The library warns of what the error below says.
                 warnings.filterwarnings("ignore", "Got pickle error")
                 return iter(self._dataloader)
-        except (PicklingError, AttributeError, TypeError) as error:
+        except (PicklingError, AttributeError, TypeError, ValueError) as error:  # a pointer of ctypes is the last
             self.close()
             raise DataError(
                 f"{self._name} cannot be sent to a worker process: {error}; define its classes and functions at the "
