@@ -152,7 +152,7 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
         raise ConfigError(f"data.dataset: {name} must be a function, not {type(factory).__name__}")
     try:
         made = factory(data)
-    except Exception as error:
+    except Exception as error:  # the factory is the user's code; the error is raised on, and names it
         error.add_note(f"raised by the factory {name} that data.dataset names")
         raise
     train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
