@@ -39,6 +39,7 @@ bench: $(READY)  ## the benchmarks
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/prepare.py --rounds 3
 	$(BIN)/python benchmarks/checkpoint.py --rounds 3
+	$(BIN)/python benchmarks/optimizer_step.py --rounds 5 --bf16-rounds 0
 
 torture: $(READY)  ## kill a training run three hundred times, and lose nothing
 	$(BIN)/python -m tests.torture --self-test

@@ -10,3 +10,4 @@ export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}"
 
 "$python" -m pytest -m gpu -p no:cacheprovider || echo "the GPU tests failed" >&2
 "$python" benchmarks/gpu_check.py | tee "$output"
+"$python" benchmarks/optimizer_step.py --device cuda --rounds 5 | tee -a "$output"

@@ -301,6 +301,14 @@ def test_a_run_is_loaded_from_any_of_its_folders(tmp_path: Path) -> None:
             assert list(generator.stream("to be", seed=1)) == expected
 
 
+def test_the_averaged_weights_write_where_there_are_any(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    average = build_model(settings).state_dict()
+    save(settings, ema=average)
+    loaded = load_generator(tmp_path).model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in average.items())
+
+
 def test_the_context_is_as_long_as_the_training_sequences(tmp_path: Path) -> None:
     save(config(tmp_path, data={"block_size": 5}))
     assert load_generator(tmp_path).context_length == 5

@@ -13,13 +13,22 @@ import pytest
 import torch
 
 from speedtronic.checkpoint import CheckpointManager
+from speedtronic.config import SpeedtronicConfig
 from speedtronic.data.prepare import prepare
-from speedtronic.runtime import train_from_config
+from speedtronic.errors import CheckpointError
+from speedtronic.runtime import build_optimizer, build_runtime, train_from_config
 from tests.support.configs import tiny
 
 SOURCES = ("synthetic", "text", "shards")
 CASES = [(source, workers) for source in SOURCES for workers in (0, 2)]
 STOP, END = 5, 12
+
+# Each source with another optimizer, so that these too go through a process of their own.
+OPTIMIZER_OF = {
+    "synthetic": {"name": "adamw"},
+    "text": {"name": "muon", "muon_lr": 0.02},
+    "shards": {"name": "muon", "muon_plus": True, "cautious": True},
+}
 
 # Trains every configuration of a JSON file up to its stop, in a process of its own.
 FIRST_PART = """
@@ -38,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.write_text("".join(f"{number} bottles on the wall. " for number in range(30)), encoding="utf-8")
     prepare([text], folder / "shards")
     configs = folder / "configs.json"
-    configs.write_text(json.dumps([config_of(*case, folder, "parts") for case in CASES]), encoding="utf-8")
+    configs.write_text(json.dumps([case_config(*case, folder, "parts") for case in CASES]), encoding="utf-8")
     subprocess.run([sys.executable, "-c", FIRST_PART, str(configs), str(STOP)], check=True, stdout=subprocess.DEVNULL)
     return folder
 
@@ -64,6 +73,10 @@ def config_of(source: str, workers: int, folder: Path, name: str) -> dict[str, A
     )
 
 
+def case_config(source: str, workers: int, folder: Path, name: str) -> dict[str, Any]:
+    return {**config_of(source, workers, folder, name), "optimizer": OPTIMIZER_OF[source]}
+
+
 def final_state(config: dict[str, Any]) -> dict[str, Any]:
     state = CheckpointManager(Path(config["run"]["output_dir"]) / "checkpoints").load_latest()
     assert state is not None
@@ -74,8 +87,8 @@ def final_state(config: dict[str, Any]) -> dict[str, Any]:
 def test_five_steps_a_new_process_and_seven_equal_twelve(
     source: str, workers: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight = config_of(source, workers, folder, "straight")
-    parts = config_of(source, workers, folder, "parts")
+    straight = case_config(source, workers, folder, "straight")
+    parts = case_config(source, workers, folder, "parts")
     whole = train_from_config(straight)
     rest = train_from_config(parts, resume=True)
     assert [record["loss"] for record in rest.metrics] == [record["loss"] for record in whole.metrics[STOP:]]
@@ -103,6 +116,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "document mask": {"data": {"document_mask": True}},
     "evaluation": {"eval": {"every_steps": 2}, "data": {"validation_fraction": 0.2}},
     "in the foreground": {"checkpoint": {"background": False}},
+    "muon": {"optimizer": {"name": "muon"}},
+    "muon with its own rate, fused": {"optimizer": {"name": "muon", "muon_lr": 0.02, "fused": True}},
+    "muon plus": {"optimizer": {"name": "muon", "muon_plus": True}},
+    "muon with other numbers": {
+        "optimizer": {"name": "muon", "muon_coefficients": "polar_express", "muon_scale": "match_rms_adamw"}
+    },
+    "cautious": {"optimizer": {"cautious": True}},
+    "cautious, fused and rescaled": {"optimizer": {"cautious": True, "cautious_rescale": True, "fused": True}},
+    "cautious muon": {"optimizer": {"name": "muon", "cautious": True}},
+    "cautious muon, rescaled": {"optimizer": {"name": "muon", "cautious": True, "cautious_rescale": True}},
     "a last short batch": {"data": {"drop_last": False, "micro_batch_size": 3, "target_batch_size": 6}},
 }
 
@@ -126,6 +149,66 @@ def test_every_option_resumes_bit_for_bit(name: str, folder: Path, tmp_path: Pat
     assert losses(train_from_config(parts, resume=True)) == losses(whole)[STOP:]
     expected, resumed = final_state(straight)["model"], final_state(parts)["model"]
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in expected.items())
+
+
+CONVERSIONS = {
+    "adamw to cautious adamw": ({}, {"cautious": True}),
+    "cautious adamw to fused adamw": ({"cautious": True, "cautious_rescale": True}, {"fused": True}),
+    "muon to cautious muon plus": ({"name": "muon"}, {"name": "muon", "cautious": True, "muon_plus": True}),
+    "cautious muon to other numbers": (
+        {"name": "muon", "cautious": True},
+        {
+            **{"name": "muon", "muon_lr": 0.5, "muon_momentum": 0.5, "muon_ns_steps": 3, "weight_decay": 0.3},
+            **{"muon_coefficients": "polar_express", "muon_scale": "match_rms_adamw", "fused": True},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_another_option_set_takes_over_the_state_and_its_own_options_count(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    first, second = ({"optimizer": optimizer} for optimizer in CONVERSIONS[name])
+    train_from_config(option_config(first, folder, tmp_path), max_steps=STOP)
+    saved = final_state(option_config(first, folder, tmp_path))["optimizer"]
+    changed = option_config(second, folder, tmp_path)
+    trainer, _ = build_runtime(changed, resume=True)
+    fresh, _ = build_runtime(option_config(second, folder, tmp_path / "fresh"))
+    for group, expected in zip(trainer.optimizer.param_groups, fresh.optimizer.param_groups, strict=True):
+        options = {key: value for key, value in expected.items() if key not in ("params", "lr")}
+        assert {key: group[key] for key in options} == options
+        assert group["lr"] == pytest.approx(expected["initial_lr"] * trainer.scheduler.lr_lambdas[0](STOP))
+    torch.testing.assert_close(trainer.optimizer.state_dict()["state"], saved["state"], rtol=0, atol=0)
+    assert trainer.fit().steps == END
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [("adamw", "muon"), ("muon", "adamw")])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_state_of_another_algorithm_is_refused_with_the_remedy(
+    wrote: str, reads: str, layers: int, folder: Path, tmp_path: Path
+) -> None:
+    model = {"model": {"n_layer": layers}}
+    train_from_config(option_config({**model, "optimizer": {"name": wrote}}, folder, tmp_path), max_steps=1)
+    with pytest.raises(CheckpointError, match=rf"optimizer\.name: {wrote}.*run\.init_from"):
+        build_runtime(option_config({**model, "optimizer": {"name": reads}}, folder, tmp_path), resume=True)
+
+
+def test_the_state_of_muon_is_refused_by_adamw_where_the_groups_have_the_same_sizes() -> None:
+    """torch's AdamW would take it in without a word: two groups of one tensor each on both sides."""
+    from tests.support.models import Regression, make_trainer
+
+    def trainer(name: str) -> Any:
+        model = Regression()
+        config = SpeedtronicConfig.from_dict({"optimizer": {"name": name}})
+        return make_trainer(model, optimizer=build_optimizer(model, config, "cpu"))
+
+    for wrote, reads in (("muon", "adamw"), ("adamw", "muon")):
+        first = trainer(wrote)
+        first.fit(2)
+        state = first.state_dict()
+        with pytest.raises(CheckpointError, match=rf"optimizer\.name: {wrote}"):
+            trainer(reads).resume(state)
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
 from speedtronic.data import CharTokenizer, ShardWriter
 from speedtronic.errors import CheckpointError, DeviceError, NotBuiltError, RunLockedError
+from speedtronic.optimizers.adamw import CautiousAdamW
+from speedtronic.optimizers.hybrid import HybridOptimizer
 from speedtronic.registry import registry
 from speedtronic.runtime import (
     build_logger,
@@ -171,9 +173,6 @@ def test_keep_best_with_nothing_held_out_is_an_error(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is not built yet
 
 NOT_BUILT: dict[str, dict[str, Any]] = {
-    "optimizer.name: muon": {"optimizer": {"name": "muon"}},
-    "optimizer.cautious": {"optimizer": {"cautious": True}},
-    "optimizer.ema": {"optimizer": {"ema": 0.99}},
     "distributed.enabled": {"distributed": {"enabled": True, "repo_id": "a/b"}},
     "ooo_backprop": {"ooo_backprop": True},
     "tune": {"tune": "auto"},
@@ -205,10 +204,50 @@ def test_a_saved_full_config_builds_again(tmp_path: Path) -> None:
     build_runtime(load_config(tiny(tmp_path)).to_dict())
 
 
-def test_build_optimizer_itself_refuses_muon() -> None:
-    config = SpeedtronicConfig.from_dict({"optimizer": "muon"})
-    with pytest.raises(NotBuiltError, match="muon"):
-        build_optimizer(nn.Linear(2, 2), config, torch.device("cpu"))
+# ---------------------------------------------------------------- optimizers
+
+OPTIMIZERS: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer]]] = {
+    "adamw": ({}, torch.optim.AdamW),
+    "cautious adamw": ({"cautious": True}, CautiousAdamW),
+    "muon": ({"name": "muon"}, HybridOptimizer),
+    "cautious muon": ({"name": "muon", "cautious": True}, HybridOptimizer),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_build_optimizer_builds_what_the_config_names(name: str) -> None:
+    keys, kind = OPTIMIZERS[name]
+    config = SpeedtronicConfig.from_dict({"optimizer": keys})
+    assert type(build_optimizer(nn.Linear(2, 2), config, "cpu")) is kind
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_a_run_to_a_lower_loss(name: str, tmp_path: Path) -> None:
+    config = tiny(tmp_path, run={"max_steps": 20}, optimizer={"lr": 0.02, **OPTIMIZERS[name][0]})
+    losses = [record["loss"] for record in train_from_config(config).metrics]
+    assert losses[-1] < losses[0]
+
+
+def test_a_run_with_muon_reports_the_rate_of_lr(tmp_path: Path) -> None:
+    optimizer = {"name": "muon", "lr": 0.01, "muon_lr": 0.5}
+    muon = train_from_config(tiny(tmp_path / "muon", optimizer=optimizer))
+    adamw = train_from_config(tiny(tmp_path / "adamw", optimizer={"lr": 0.01}))
+    assert [record["lr_applied"] for record in muon.metrics] == [record["lr_applied"] for record in adamw.metrics]
+
+
+def test_a_role_that_does_not_exist_is_an_error_that_names_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Misled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(2, 2)
+            self.body._speedtronic_optimizer_role = "sgd"  # type: ignore[assignment]
+
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    registry.register("misled", lambda config: Misled())
+    with pytest.raises(ConfigError, match="module 'body': _speedtronic_optimizer_role is 'sgd'"):
+        build_runtime(tiny(tmp_path, model={"name": "misled"}, optimizer="muon"))
 
 
 # ---------------------------------------------------------------- plugins

@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from speedtronic.model import GPTConfig as GPTConfig
     from speedtronic.model import ReferenceTransformer as ReferenceTransformer
     from speedtronic.model import set_gradient_checkpointing as set_gradient_checkpointing
+    from speedtronic.optimizers import CautiousOptimizer as CautiousOptimizer
+    from speedtronic.optimizers import HybridOptimizer as HybridOptimizer
+    from speedtronic.optimizers import Muon as Muon
+    from speedtronic.optimizers import ParameterRouting as ParameterRouting
+    from speedtronic.optimizers import newton_schulz as newton_schulz
+    from speedtronic.optimizers import post_polar_normalize as post_polar_normalize
+    from speedtronic.optimizers import route_parameters as route_parameters
     from speedtronic.registry import ModelRegistry as ModelRegistry
     from speedtronic.registry import build_model as build_model
     from speedtronic.registry import register_model as register_model
@@ -70,6 +77,15 @@ _EXPORTS = {
         "load_yaml_config",
     ),
     "model": ("GPT", "GPTConfig", "ReferenceTransformer", "set_gradient_checkpointing"),
+    "optimizers": (
+        "CautiousOptimizer",
+        "HybridOptimizer",
+        "Muon",
+        "ParameterRouting",
+        "newton_schulz",
+        "post_polar_normalize",
+        "route_parameters",
+    ),
     "registry": ("ModelRegistry", "build_model", "register_model", "registry"),
     "runtime": ("build_runtime", "seed_everything", "train_from_config"),
     "shapes": ("ShapeProfile", "ShapeReport", "ShapeWarning", "resolve_shape_profile", "validate_startup_shapes"),

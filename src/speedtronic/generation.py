@@ -190,6 +190,8 @@ def load_generator(
 ) -> TextGenerator:
     """Load the newest sound checkpoint below a folder, ready to write.
 
+    Its weights are the averaged ones where the run kept an average (`optimizer.ema`), as they were evaluated.
+
     The model is the one that the checkpoint's own configuration describes. Its name must be registered already, since
     nothing that a checkpoint names is ever imported.
 
@@ -210,7 +212,7 @@ def load_generator(
         if config.model.extra.get(key) is None:
             config.model.extra[key] = value
     model = build_model(config)
-    _load_weights(model, state["model"])
+    _load_weights(model, {**state["model"], **(state.get("ema") or {})})
     longest = config.model.max_seq_len
     return TextGenerator(
         model=model.to(device).eval(),

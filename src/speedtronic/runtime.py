@@ -31,7 +31,8 @@ from speedtronic.errors import CheckpointError, NotBuiltError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.transformer import NORM_EPS
-from speedtronic.optimizers import build_adamw, learning_rate_schedule
+from speedtronic.optimizers import learning_rate_schedule
+from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.registry import build_model
 from speedtronic.shapes import validate_startup_shapes
@@ -166,9 +167,6 @@ def _exists(module: str) -> bool:
 
 # What the configuration can say and this version cannot do. A key here is refused by name, never ignored.
 _NOT_BUILT: Mapping[str, Callable[[SpeedtronicConfig], bool]] = {
-    "optimizer.name: muon": lambda c: c.optimizer.name == "muon",
-    "optimizer.cautious": lambda c: c.optimizer.cautious,
-    "optimizer.ema": lambda c: c.optimizer.ema is not None,
     "distributed.enabled": lambda c: c.distributed.enabled,
     "ooo_backprop": lambda c: c.ooo_backprop,
     "tune": lambda c: c.tune != "off",
@@ -219,10 +217,16 @@ def _configure_torch(config: SpeedtronicConfig) -> None:
 
 
 def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | torch.device) -> torch.optim.Optimizer:
-    """Build AdamW from `config.optimizer` over every trainable parameter of `model`, each in exactly one group."""
-    if config.optimizer.name != "adamw":
-        raise NotBuiltError(f"optimizer.name: {config.optimizer.name} is not part of this version yet; use adamw")
-    return build_adamw(model, config.optimizer, torch.device(device))
+    """Build AdamW, or Muon and AdamW, from `config.optimizer` over every trainable parameter of `model`.
+
+    Each is in exactly one group. With `config.compile` the step of a cautious AdamW is compiled too.
+
+    Raises:
+        ConfigError: the model has no trainable parameter, or declares a role or a split for Muon that cannot be.
+    """
+    if config.optimizer.name == "muon":
+        return build_hybrid(model, config.optimizer, torch.device(device))
+    return build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SpeedtronicConfig) -> LambdaLR:
@@ -276,7 +280,8 @@ def _start_from(
         )
     except CheckpointError as error:
         raise CheckpointError(f"run.init_from: {error}") from error
-    logger.info(f"starting from {len(weights.loaded)} tensors of {weights.source}")
+    averaged = ", of its averaged weights (optimizer.ema)" if weights.averaged else ""
+    logger.info(f"starting from {len(weights.loaded)} tensors of {weights.source}{averaged}")
     if tokenizer is not None and weights.tokenizer not in (None, tokenizer.spec()):
         logger.warning(
             f"{weights.source}: its weights were trained with another tokenizer than that of this data, so its token "
@@ -360,9 +365,12 @@ def _show_changes(logger: MetricLogger, saved: Mapping[str, Any], config: Speedt
 
 
 def _let_the_config_win(state: dict[str, Any], trainer: Trainer) -> None:
-    """Put the freshly built optimizer's options (LR, weight decay, betas, …) in place of the checkpoint's."""
+    """Put the freshly built optimizer's options (LR, weight decay, betas, …) in place of the checkpoint's.
+
+    But its `algorithm` stays, which tells whose state it holds.
+    """
     saved = state["optimizer"]["param_groups"]
     for group, own in zip(saved, trainer.optimizer.param_groups, strict=False):
-        group.update({key: value for key, value in own.items() if key != "params"})
+        group.update({key: value for key, value in own.items() if key not in ("params", "algorithm")})
     if state["scheduler"] is not None and isinstance(trainer.scheduler, LambdaLR):
         state["scheduler"]["base_lrs"] = list(trainer.scheduler.base_lrs)

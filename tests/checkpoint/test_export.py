@@ -162,6 +162,73 @@ def test_a_checkpoint_that_is_cut_while_it_is_read_leaves_nothing(saved: SavedMo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
+# --- the average ---
+
+
+def averaged(folder: Path, model: nn.Module, config: SpeedtronicConfig | None = None, **other: Any) -> Path:
+    """A checkpoint whose averaged weights are float32, and twice those of the model."""
+    weights = {tensor: 2 * tensor.detach().float() for tensor in model.parameters()}
+    average = {name: weights[tensor] for name, tensor in model.named_parameters(remove_duplicate=False)}
+    state: dict[str, Any] = {"model": model.state_dict(), "ema": {**average, **other}}
+    if config is not None:
+        state["config"] = config.to_dict(redact_secrets=True)
+    return CheckpointManager(folder).save(12, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_is_exported_in_the_models_dtype_and_the_rest_as_it_is(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(dtype)
+    saved = open_model(averaged(tmp_path / "c", model))
+    loaded = load_file(export_safetensors(saved, tmp_path / "w.safetensors"))
+    assert loaded.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        expected = 2 * tensor if name in dict(model.named_parameters()) else tensor
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], expected)
+
+
+def test_the_averages_own_precision_can_be_asked_for(tmp_path: Path) -> None:
+    model, exact = nn.Linear(2, 2).to(torch.bfloat16), torch.full((2, 2), 1 + 2**-20)
+    saved = open_model(averaged(tmp_path / "c", model, weight=exact))
+    loaded = load_file(export_safetensors(saved, tmp_path / "w.safetensors", dtype=torch.float32))
+    assert torch.equal(loaded["weight"], exact)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_has_the_averaged_weights(tmp_path: Path, tied: bool) -> None:
+    config = config_of(tie_weights=tied)
+    model = built(config)
+    loaded = load_file(
+        llama(open_model(averaged(tmp_path / "c", model, config)), tmp_path / "hf") / "model.safetensors"
+    )
+    assert ("lm_head.weight" in loaded) is not tied
+    assert torch.equal(loaded["model.embed_tokens.weight"], 2 * model.get_parameter("transformer.wte.weight"))
+    assert torch.equal(loaded["model.norm.weight"], 2 * model.get_parameter("transformer.norm.weight"))
+
+
+def test_an_average_that_a_dtype_does_not_hold_is_named_as_the_model_names_it(tmp_path: Path) -> None:
+    saved = open_model(averaged(tmp_path / "c", nn.Linear(2, 2), weight=torch.full((2, 2), 7e4)))
+    with pytest.raises(CheckpointError, match=": weight has values that are too large"):
+        export_safetensors(saved, tmp_path / "w.safetensors", dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weight": torch.zeros(3, 2)},
+        {"weight": torch.zeros(2, 2, dtype=torch.int64)},
+        {"strange": torch.zeros(1)},
+        {"weight": torch.zeros(2, 2, dtype=torch.complex64)},
+        {"weight": 5},
+    ],
+    ids=["shape", "dtype", "name", "complex", "number"],
+)
+def test_an_average_of_another_model_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    checkpoint = averaged(tmp_path / "c", nn.Linear(2, 2), **other)
+    with pytest.raises(CheckpointError, match=r"step_000000000012: .*averaged weights \(optimizer\.ema\) are not"):
+        open_model(checkpoint)
+
+
 # --- a folder ---
 
 

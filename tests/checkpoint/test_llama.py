@@ -75,6 +75,12 @@ def test_the_configuration_has_the_sizes_of_the_model() -> None:
     assert not config_of(UNTIED)["tie_word_embeddings"]
 
 
+def test_options_that_no_llama_has_are_refused_by_name() -> None:
+    section = ModelConfig(qk_norm=True, ngram_order=3)
+    with pytest.raises(CheckpointError, match=r"nothing like model\.qk_norm and model\.ngram_order: export as"):
+        llama_config(section, {}, norm_eps=NORM_EPS, token_id=None, dtype="float32")
+
+
 def test_tensors_of_another_model_are_all_listed() -> None:
     shapes = shapes_of(build_reference_transformer(GROUPED))
     del shapes["transformer.norm.weight"]

@@ -23,10 +23,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from speedtronic.checkpoint import CheckpointManager
+from speedtronic.checkpoint.export import export_safetensors, open_model
 from speedtronic.checkpoint.files import FileSystem
 from speedtronic.checkpoint.manifest import FILES, MANIFEST
+from speedtronic.checkpoint.weights import load_initial_weights
 from speedtronic.errors import CheckpointError
 
 CASES = 2000
@@ -40,6 +43,7 @@ HOSTILE: tuple[Any, ...] = (
     "F32", "F64", "BOOL", "<f4", "|O", "O", "|S0", "<U0", "|V0", "V2147483647", "<f4,<f4", "(9999,9999)f4",
     [], [[]], {}, [0], [-1], [0, 0], [4, 0], [2**62, 2**62], [0, 2**62, 2**62], [10**4000] * 50, [1] * 100, ["a"],
     [[0, 1], [1, 2]], {"": 0}, {"$tensor": "optimizer.m"}, {"$tensor": ["a"]}, {"$tensor": "absent"}, {"$tuple": 5},
+    {"$tensor": "ema.scale"},
     {"$dict": [[1]]}, {"$dict": [[[1], 2]]}, {"$dict": [[None, 2], [1.5, 2]]}, {"$dict": 5}, {"$float": "1e999"},
     {"$float": 10**400}, {"$float": None}, {"$int": "0x" + "f" * 5000}, {"$int": "z"}, {"$int": 5}, {"$bytes": "é"},
     {"$bytes": "a"}, {"$bytes": 5}, {"$complex": "optimizer.m"}, {"$complex": "absent"}, {"$code": "import os"},
@@ -55,6 +59,7 @@ HOSTILE: tuple[Any, ...] = (
 
 def original() -> dict[str, Any]:
     weight = torch.arange(12.0).reshape(3, 4)
+    average = weight / 2
     return {
         "model": {"weight": weight, "tied": weight, "scale": torch.ones(2, dtype=torch.bfloat16)},
         "optimizer": {
@@ -62,6 +67,7 @@ def original() -> dict[str, Any]:
             "turned": torch.tensor([1 + 2j]),
             "groups": [{"lr": 0.1, "betas": (0.9, 1)}],
         },
+        "ema": {"weight": average, "tied": average, "scale": torch.zeros(2)},
         "seen": np.arange(3),
         "none": np.ones(0, np.uint8),
         "table": np.array([(1, 2.5)], dtype=[("a", "<i4"), ("b", "<f8")]),
@@ -335,12 +341,23 @@ def manager_of(folder: Path) -> CheckpointManager:
     return CheckpointManager(folder, keep_last=1, keep_best=1, warn=lambda message: None, fs=NoFlush())
 
 
+class Model(nn.Module):
+    """The model that `original` is the state of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.tied = nn.Parameter(torch.zeros(3, 4))
+        self.scale = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+
+
 OTHER_WAYS_TO_READ: tuple[Callable[[Path], Any], ...] = (
     lambda folder: manager_of(folder).entries(),
     lambda folder: manager_of(folder).latest_path(),
     lambda folder: manager_of(folder).verified_path(),
     lambda folder: manager_of(folder).verify(folder / NAME),
     lambda folder: manager_of(folder).copy_to(folder.parent / "copy"),
+    lambda folder: export_safetensors(open_model(folder / NAME), folder.parent / "copy", fs=NoFlush()),
+    lambda folder: load_initial_weights(Model(), folder / NAME),
 )
 
 

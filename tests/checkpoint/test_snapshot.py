@@ -12,7 +12,7 @@ import torch
 from speedtronic.checkpoint import snapshot
 from speedtronic.checkpoint.files import FileSystem, write_file
 from speedtronic.checkpoint.manifest import Manifest
-from speedtronic.checkpoint.snapshot import SnapshotBuffers, read_state, take_snapshot, write_snapshot
+from speedtronic.checkpoint.snapshot import SnapshotBuffers, read_state, stored_average, take_snapshot, write_snapshot
 from speedtronic.errors import CheckpointError
 
 
@@ -122,3 +122,41 @@ def test_a_tree_that_is_no_state_is_an_error_that_names_the_file(tmp_path: Path,
 def test_a_state_whose_keys_are_numbers_is_a_state(tmp_path: Path) -> None:
     manifest = written(tmp_path, {"state": {"$dict": [[1, 2]]}, "model": {"w": 1}})
     assert read_state(FileSystem(), tmp_path, manifest) == {1: 2, "model": {"w": 1}}
+
+
+# --- the averaged weights, without reading the rest ---
+
+
+def trees_of(folder: Path) -> Any:
+    return json.loads((folder / "state.json").read_bytes())
+
+
+def test_the_average_is_found_where_its_bytes_are(tmp_path: Path) -> None:
+    weight = torch.arange(3.0)
+    write_snapshot(FileSystem(), tmp_path, take_snapshot({"other": torch.zeros(5), "ema": {"a": weight, "b": weight}}))
+    found = stored_average(FileSystem(), tmp_path, trees_of(tmp_path))
+    assert found.keys() == {"a", "b"}
+    assert found["a"] == found["b"]
+    data = found["a"].file.read_bytes()[found["a"].begin :]
+    assert torch.frombuffer(bytearray(data), dtype=torch.float32, count=3).tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("state", [{}, {"ema": None}, {1: 2}])
+def test_a_state_without_an_average_has_none(tmp_path: Path, state: dict[Any, Any]) -> None:
+    write_snapshot(FileSystem(), tmp_path, take_snapshot(state))
+    assert stored_average(FileSystem(), tmp_path, trees_of(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    "average", [5, [], {"$tensor": "t"}, {"a": 5}, {"a": {"$tensor": ["t"]}}, {"a": {"$complex": "t"}}], ids=str
+)
+def test_an_average_that_is_not_tensors_is_an_error_that_names_the_file(tmp_path: Path, average: Any) -> None:
+    written(tmp_path, {"state": {"ema": average}})
+    with pytest.raises(CheckpointError, match=r"state\.json: the averaged weights .* are not all plain tensors"):
+        stored_average(FileSystem(), tmp_path, trees_of(tmp_path))
+
+
+def test_an_average_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    written(tmp_path, {"state": {"ema": {"a": {"$tensor": "absent"}}}})
+    with pytest.raises(CheckpointError, match=r"state\.safetensors lacks the averaged weight 'absent'"):
+        stored_average(FileSystem(), tmp_path, trees_of(tmp_path))

@@ -84,6 +84,27 @@ def test_one_of_our_checkpoints_fills_the_model(what: str, tmp_path: Path) -> No
     assert loaded.tokenizer == {"kind": "bytes"}
 
 
+@pytest.mark.parametrize("where", ["checkpoint", "run"])
+def test_the_average_of_a_run_that_kept_one_fills_the_model(where: str, tmp_path: Path) -> None:
+    source, model = net(1), net(2)
+    source.count.fill_(7)
+    average = {name: torch.full_like(p, 0.5) for name, p in source.named_parameters(remove_duplicate=False)}
+    average["head.weight"] = average["embed.weight"]
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    checkpoint = manager.save(1, {"model": source.state_dict(), "ema": average, "tokenizer": None})
+    loaded = load_initial_weights(model, tmp_path if where == "run" else checkpoint)
+    assert loaded.averaged
+    assert all((parameter == 0.5).all() for parameter in model.parameters())
+    assert model.count == 7
+    assert not load_initial_weights(model, save_checkpoint(tmp_path / "other", source)).averaged
+
+
+def test_an_average_that_does_not_fit_is_listed_like_any_weight(tmp_path: Path) -> None:
+    state = {"model": net().state_dict(), "ema": {"inner.bias": torch.zeros(9)}}
+    with pytest.raises(CheckpointError, match=r"inner\.bias has shape \(9,\)"):
+        load_initial_weights(net(), CheckpointManager(tmp_path).save(1, state))
+
+
 def test_the_newest_sound_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "checkpoints", keep_last=None)
     sources = [net(seed) for seed in range(3)]

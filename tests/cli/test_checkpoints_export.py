@@ -67,6 +67,21 @@ def test_the_newest_is_exported_with_the_names_of_the_model(
     assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
 
 
+@pytest.mark.parametrize(
+    ("decay", "kind"), [(0.999, "averaged weights (optimizer.ema 0.999)"), (None, "averaged weights")]
+)
+def test_the_average_is_exported_and_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], decay: float | None, kind: str
+) -> None:
+    config = SpeedtronicConfig.from_dict({"model": SIZES, "optimizer": {"ema": decay}})
+    average = state_of(config, 2)["model"]
+    CheckpointManager(tmp_path / "run").save(12, {**state_of(config, 1), "ema": average})
+    out, _ = export(capsys, tmp_path / "run", "--out", tmp_path / "w.safetensors")
+    assert out.startswith(f"exported: {tmp_path / 'w.safetensors'}: step 12, 3.21k {kind}, ")
+    loaded = load_file(tmp_path / "w.safetensors")
+    assert all(torch.equal(loaded[name], average[name]) for name in loaded)
+
+
 def test_one_that_is_named_is_exported(
     saved: Path, tmp_path: Path, config: SpeedtronicConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

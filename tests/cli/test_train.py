@@ -66,7 +66,7 @@ def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, capsys: pytest.Captu
         (["train", "CONFIG", "--device", "cuda:77"], "cuda"),
         (["train", "CONFIG", "data.micro_batchsize=2"], "data.micro_batch_size"),
         (["train", "CONFIG", "data.text_path=no/such/text.txt"], "no/such/text.txt"),
-        (["train", "CONFIG", "optimizer.name=muon"], "muon"),
+        (["train", "CONFIG", "ooo_backprop=true"], "ooo_backprop"),
         (["train", "CONFIG", "--max-steps", "0"], "run.max_steps"),
         (["train", "CONFIG", "plugins=[no_such_module]"], "no_such_module"),
     ],

@@ -52,6 +52,9 @@ DEFAULTS = {
         "dropout": 0.0,
         "tie_weights": True,
         "rope_base": 10000.0,
+        "qk_norm": False,
+        "ngram_order": 1,
+        "ngram_buckets": 4096,
         "gradient_checkpointing": False,
         "extra": {},
     },
@@ -96,6 +99,7 @@ DEFAULTS = {
         "muon_ns_steps": 5,
         "muon_norm_eps": 1e-8,
         "muon_scale": "original",
+        "muon_coefficients": "quintic",
     },
     "scheduler": {
         "name": "cosine",

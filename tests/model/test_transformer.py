@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -80,8 +81,10 @@ def plain_attention(attention: CausalSelfAttention, x: Tensor, base: float) -> T
     for head in range(attention.n_head):
         queries = slice(head * size, (head + 1) * size)
         keys = slice(head // group * size, (head // group + 1) * size)
-        q = plain_rotation(x @ weights["q_proj.weight"][queries].T, base)
-        k = plain_rotation(x @ weights["k_proj.weight"][keys].T, base)
+        q, k = x @ weights["q_proj.weight"][queries].T, x @ weights["k_proj.weight"][keys].T
+        if attention.qk_norm:
+            q, k = (plain_rms_norm(part, torch.ones(size)) for part in (q, k))
+        q, k = plain_rotation(q, base), plain_rotation(k, base)
         v = x @ weights["v_proj.weight"][keys].T
         out = torch.zeros_like(v)
         for t in range(len(x)):
@@ -97,10 +100,22 @@ def plain_swiglu(mlp: SwiGLU, x: Tensor) -> Tensor:
     return (gate / (1 + torch.exp(-gate)) * (x @ weights["up_proj.weight"].T)) @ weights["down_proj.weight"].T
 
 
+def plain_ngrams(model: ReferenceTransformer, row: Tensor) -> Tensor:
+    """What is added to the embedding of each token of one document without padding."""
+    tables = model.transformer["ngrams"].tables if model.config.ngram_order > 1 else []
+    added = torch.zeros(len(row), model.config.d_model, dtype=torch.float64)
+    for position in range(len(row)):
+        run = int(row[position]) + 1
+        for distance, table in enumerate(tables, 1):
+            run = (run * 48271 + (int(row[position - distance]) + 1 if position >= distance else 0)) % (2**31 - 1)
+            added[position] += table.weight.detach().double()[run % model.config.ngram_buckets]
+    return added
+
+
 def plain_logits(model: ReferenceTransformer, ids: Tensor) -> Tensor:
     rows = []
     for row in ids:
-        x = model.transformer["wte"].weight.detach().double()[row]
+        x = model.transformer["wte"].weight.detach().double()[row] + plain_ngrams(model, row)
         for block in model.blocks:
             assert isinstance(block, TransformerBlock)
             normed = plain_rms_norm(x, block.attn_norm.weight.detach().double())
@@ -118,6 +133,67 @@ def test_logits_equal_an_independent_model(kv_heads: int, tie: bool) -> None:
     enlarge(model)
     ids = tokens()
     torch.testing.assert_close(model(ids)["logits"].double(), plain_logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_logits_with_normalised_heads_and_runs_equal_an_independent_model() -> None:
+    model = tiny(qk_norm=True, ngram_order=4, ngram_buckets=37)
+    enlarge(model)
+    ids = tokens()
+    torch.testing.assert_close(model(ids)["logits"].double(), plain_logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_runs_end_at_the_start_of_a_document_and_at_padding() -> None:
+    model = tiny(ngram_order=3)
+    enlarge(model)
+    first, second = tokens(1, 5, seed=1), tokens(1, 6, seed=2)
+    packed = model(torch.cat((first, second), 1), document_ids=torch.tensor([[0] * 5 + [1] * 6]))["logits"]
+    alone = torch.cat((model(first)["logits"], model(second)["logits"]), 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+    padded = torch.cat((torch.full((1, 3), 7), second), 1)
+    mask = torch.tensor([[False] * 3 + [True] * 6])
+    torch.testing.assert_close(model(padded, attention_mask=mask)["logits"][:, 3:], model(second)["logits"])
+
+
+def test_a_run_does_not_look_ahead() -> None:
+    model = tiny(ngram_order=3)
+    ids = tokens(1, 8)
+    changed = ids.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % TINY["vocab_size"]
+    before, after = model(ids)["logits"], model(changed)["logits"]
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_a_projection_that_was_replaced_or_watched_is_called_by_itself() -> None:
+    model = tiny()
+    expected = model(tokens())["logits"]
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "up_proj")):
+            module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    torch.testing.assert_close(model(tokens())["logits"], expected)
+    assert len(seen) == 2 * TINY["n_layer"]
+    attention = model.blocks[0].attn
+    assert isinstance(attention, CausalSelfAttention)
+    attention.k_proj = nn.Sequential(attention.k_proj)
+    torch.testing.assert_close(model(tokens())["logits"], expected)
+
+
+def test_rms_norm_has_the_gradients_of_torchs_own() -> None:
+    norm = RMSNorm(8, eps=1e-3)
+    nn.init.normal_(norm.weight)
+    x, upstream = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 8)
+    ours = torch.autograd.grad(norm(x), (x, norm.weight), upstream)
+    theirs = torch.autograd.grad(F.rms_norm(x, (8,), norm.weight, 1e-3), (x, norm.weight), upstream)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_rms_norm_works_under_function_transforms() -> None:
+    norm, x = RMSNorm(8), torch.randn(4, 3, 8)
+    torch.testing.assert_close(torch.func.vmap(norm)(x), norm(x))
+    gradient = torch.func.grad(lambda part: norm(part).square().sum())(x)
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(gradient, torch.autograd.grad(norm(leaf).square().sum(), leaf)[0])
 
 
 def test_rms_norm_equals_its_formula() -> None:
@@ -202,7 +278,8 @@ def test_a_config_resolves_key_value_heads_and_feed_forward_width() -> None:
 def test_defaults_are_those_of_the_model_section() -> None:
     section = ModelConfig().model_dump()
     config = GPTConfig()
-    for name in ("vocab_size", "n_layer", "n_head", "d_model", "dropout", "tie_weights", "rope_base"):
+    options = ("dropout", "tie_weights", "rope_base", "qk_norm", "ngram_order", "ngram_buckets")
+    for name in ("vocab_size", "n_layer", "n_head", "d_model", *options):
         assert getattr(config, name) == section[name]
     assert config.block_size == section["max_seq_len"]
 
@@ -247,6 +324,8 @@ def test_a_config_and_arguments_together_are_a_type_error() -> None:
         ({"dropout": 1.0}, "dropout"),
         ({"dropout": -0.1}, "dropout"),
         ({"rope_base": 0.0}, "rope_base"),
+        ({"ngram_order": 0}, "ngram_order must be a whole number of at least 1, not 0"),
+        ({"ngram_buckets": 0}, "ngram_buckets"),
     ],
 )
 def test_a_bad_value_is_a_config_error_and_a_value_error(options: dict[str, Any], message: str) -> None:
@@ -267,10 +346,13 @@ def test_the_model_section_of_a_config_builds_the_model() -> None:
         dropout=0.25,
         tie_weights=False,
         rope_base=77.0,
+        qk_norm=True,
+        ngram_order=3,
+        ngram_buckets=50,
         gradient_checkpointing=True,
     )
     model = build_reference_transformer(section)
-    assert model.config == GPTConfig(31, 12, 3, 4, 2, 16, 24, 0.25, False, 77.0)
+    assert model.config == GPTConfig(31, 12, 3, 4, 2, 16, 24, 0.25, False, 77.0, True, 3, 50)
     assert all(block.gradient_checkpointing for block in model.blocks)
 
 

@@ -1,16 +1,26 @@
-"""AdamW from a configuration: ownership, weight decay, fused construction and its fallback."""
+"""Optimizers from a configuration: ownership, weight decay, fused construction and its fallback, every option set."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError
-from speedtronic.optimizers import build_adamw, factory, parameter_groups
+from speedtronic.model import ReferenceTransformer
+from speedtronic.optimizers import factory
+from speedtronic.optimizers.adamw import CautiousAdamW
+from speedtronic.optimizers.factory import build_adamw, build_hybrid, hybrid_groups, parameter_groups
+from speedtronic.precision import PrecisionPlan
+from speedtronic.runtime import build_optimizer
+from speedtronic.trainer import Trainer
+from speedtronic.trainer.guard import NonFiniteGuard
+from tests.support.foreign import tiny_model
+from tests.support.models import make_trainer
 
 CPU = torch.device("cpu")
 
@@ -24,6 +34,25 @@ class Block(nn.Module):
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+class ConvolutionalNet(nn.Module):
+    """Images (B, 1, 6, 6) to scores (B, 3), through a norm, hidden layers of which two are tied, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.hidden = nn.Linear(64, 5)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden(self.norm(self.convolution(x)).relu().flatten(1)).tanh()
+        out: Tensor = self.head(self.frozen(self.second(self.first(hidden).tanh())) + hidden)
+        return out
 
 
 def section(**keys: object) -> Any:
@@ -140,3 +169,288 @@ def test_a_step_equals_torch_adamw_with_the_same_groups() -> None:
         optimizer.step()
     torch.testing.assert_close(model.weight, twin.weight, rtol=0, atol=0)
     torch.testing.assert_close(model.bias, twin.bias, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- cautious
+
+
+@pytest.mark.parametrize("cautious", [True, False])
+def test_compile_compiles_the_cautious_step_alone(monkeypatch: pytest.MonkeyPatch, cautious: bool) -> None:
+    monkeypatch.setattr(factory, "_cautious_step_compiles", lambda device: True)
+    optimizer = build_adamw(Block(), section(cautious=cautious), CPU, compiled=True)
+    assert vars(optimizer).get("compiled", False) is cautious
+
+
+def test_a_cautious_step_that_cannot_be_compiled_runs_without_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: CautiousAdamW) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CautiousAdamW, "step", refuse)
+        optimizer = build_adamw(Block(), section(cautious=True), CPU, compiled=True)
+    assert isinstance(optimizer, CautiousAdamW)
+    assert not optimizer.compiled
+    assert "the cautious step cannot be compiled on cpu (no C++ compiler): it runs without" in caplog.text
+
+
+def test_cautious_builds_cautious_adamw_with_its_rescaling() -> None:
+    keys = {"lr": 0.1, "weight_decay": 0.0, "cautious": True}
+    grown = {}
+    for rescale in (False, True):
+        model = nn.Linear(2, 2, bias=False)
+        model.weight.data.zero_()
+        optimizer = build_adamw(model, section(**keys, cautious_rescale=rescale), CPU)
+        assert isinstance(optimizer, CautiousAdamW)
+        model.weight.grad = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+        optimizer.step()
+        grown[rescale] = model.weight[0, 0].item()
+    assert grown[False] == pytest.approx(-0.1)
+    assert grown[True] == pytest.approx(-0.1 * 4 / (3 + 1))
+    assert type(build_adamw(nn.Linear(2, 2), section(), CPU)) is torch.optim.AdamW
+
+
+# ---------------------------------------------------------------- muon
+
+
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest_in_two_groups() -> None:
+    model = Block()
+    groups = hybrid_groups(model, weight_decay=0.1, decay_1d=False)
+    assert [group["algorithm"] for group in groups] == ["adamw", "adamw", "muon"]
+    assert [names_of(model, group) for group in groups] == [
+        {"embedding.weight"},
+        {"linear.bias", "norm.weight", "norm.bias"},
+        {"linear.weight"},
+    ]
+    optimizer = build_hybrid(model, section(name="muon", weight_decay=0.3), CPU)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0, 0.3]
+    optimizer = build_hybrid(model, section(name="muon", weight_decay=0.3, decay_1d=True), CPU)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.3]
+
+
+def test_muon_takes_its_options_from_the_config() -> None:
+    keys = {
+        **{"lr": 0.02, "muon_lr": 0.3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3, "muon_momentum": 0.5},
+        **{"muon_ns_steps": 3, "muon_norm_eps": 1e-4, "muon_plus": True, "muon_scale": "match_rms_adamw"},
+        **{"muon_coefficients": "polar_express", "cautious": True, "cautious_rescale": True},
+    }
+    adamw, _, muon = build_hybrid(Block(), section(name="muon", **keys), CPU).param_groups
+    assert {key: adamw[key] for key in ("lr", "betas", "eps", "weight_decay", "cautious", "cautious_rescale")} == {
+        **{"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3, "cautious": True},
+        "cautious_rescale": True,
+    }
+    expected = {
+        **{"lr": 0.3, "momentum": 0.5, "ns_steps": 3, "norm_eps": 1e-4, "muon_plus": True, "weight_decay": 0.3},
+        **{"scale": "match_rms_adamw", "coefficients": "polar_express", "cautious": True, "cautious_rescale": True},
+    }
+    assert {key: muon[key] for key in expected} == expected
+
+
+def test_the_rate_of_muon_follows_lr_and_the_first_group_has_that_of_lr() -> None:
+    rates = [group["lr"] for group in build_hybrid(Block(), section(name="muon", lr=0.02), CPU).param_groups]
+    assert rates == [0.02, 0.02, 0.02]
+    rates = [
+        group["lr"] for group in build_hybrid(Block(), section(name="muon", lr=0.02, muon_lr=1.0), CPU).param_groups
+    ]
+    assert rates == [0.02, 0.02, 1.0]
+
+
+def test_matrices_with_the_same_split_are_one_group_of_their_own() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 6, bias=False) for _ in range(4)))
+    for number in (1, 3):
+        model[number]._speedtronic_muon_split = (4, 1, 1)
+    groups = hybrid_groups(model, weight_decay=0.1, decay_1d=False)
+    assert [(names_of(model, group), group["split"]) for group in groups] == [
+        ({"0.weight", "2.weight"}, None),
+        ({"1.weight", "3.weight"}, (4, 1, 1)),
+    ]
+
+
+def test_a_model_without_hidden_matrices_is_trained_by_adamw_and_a_warning_names_the_remedies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    optimizer = build_hybrid(tiny_model(transformers, "gpt2"), section(name="muon"), CPU)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["adamw", "adamw"]
+    (record,) = (record for record in caplog.records if record.name.startswith("speedtronic"))
+    assert "no hidden nn.Linear" in record.message
+    assert "_speedtronic_optimizer_role = 'muon'" in record.message
+    assert "optimizer.name: adamw" in record.message
+
+
+def test_a_model_of_hidden_matrices_alone_has_one_group(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = build_hybrid(nn.Linear(2, 2, bias=False), section(name="muon"), CPU)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon"]
+    assert not caplog.records
+
+
+def test_muon_on_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        build_hybrid(nn.Linear(2, 2).requires_grad_(False), section(name="muon"), CPU)
+
+
+def test_the_fused_kernel_of_a_hybrid_falls_back_as_adamws_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert build_hybrid(Block(), section(name="muon", fused=True), CPU).param_groups[0]["fused"] is True
+    assert not build_hybrid(Block(), section(name="muon"), CPU).param_groups[0]["fused"]
+    real = torch.optim.AdamW
+
+    def picky(*args: Any, fused: bool = False, **kwargs: Any) -> torch.optim.AdamW:
+        if fused:
+            raise RuntimeError("no fused kernel")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.optim, "AdamW", picky)
+    optimizer = build_hybrid(Block(), section(name="muon", fused=True), CPU)
+    assert not optimizer.param_groups[0]["fused"]
+    assert "no fused kernel" in caplog.text
+
+
+# ---------------------------------------------------------------- every option set
+
+OPTION_SETS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "fused adamw": {"fused": True},
+    "cautious adamw": {"cautious": True},
+    "fused cautious adamw, rescaled": {"cautious": True, "cautious_rescale": True, "fused": True},
+    "muon": {"name": "muon"},
+    "muon with fused adamw": {"name": "muon", "fused": True},
+    "muon plus": {"name": "muon", "muon_plus": True},
+    "cautious muon": {"name": "muon", "cautious": True, "muon_lr": 0.02},
+    "fused cautious muon, rescaled": {"name": "muon", "cautious": True, "cautious_rescale": True, "fused": True},
+    "muon with polar express": {"name": "muon", "muon_coefficients": "polar_express"},
+    "muon at adamw's scale": {"name": "muon", "muon_scale": "match_rms_adamw"},
+}
+every_option_set = pytest.mark.parametrize("keys", OPTION_SETS.values(), ids=list(OPTION_SETS))
+
+
+def built(model: nn.Module, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    options = {"lr": 0.01, "weight_decay": 0.0, **keys}
+    return build_optimizer(model, SpeedtronicConfig.from_dict({"optimizer": options}), CPU)
+
+
+def convolutional() -> tuple[nn.Module, Tensor]:
+    """The net and a loss of it, the same each time."""
+    torch.manual_seed(0)
+    model = ConvolutionalNet()
+    return model, model(torch.randn(4, 1, 6, 6)).square().mean()
+
+
+def reference() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = ReferenceTransformer(vocab_size=32, block_size=8, n_layer=1, n_head=2, d_model=8)
+    ids = torch.randint(32, (4, 8))
+    return model, model(ids, labels=ids)["loss"]
+
+
+@every_option_set
+@pytest.mark.parametrize("make", [convolutional, reference])
+def test_one_update_moves_every_trainable_tensor_and_no_frozen_one(make: Any, keys: dict[str, Any]) -> None:
+    model, loss = make()
+    optimizer = built(model, keys)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    loss.backward()
+    optimizer.step()
+    moved = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+
+
+@every_option_set
+def test_a_tied_weight_is_moved_once(keys: dict[str, Any]) -> None:
+    model, loss = convolutional()
+    optimizer = built(model, keys)
+    owned = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(owned) == len(set(owned)) == sum(p.requires_grad for p in model.parameters())
+    loss.backward()
+    optimizer.step()
+    alone = nn.Linear(5, 5, bias=False)
+    alone.load_state_dict({"weight": convolutional()[0].get_parameter("first.weight")})
+    single = built(alone, keys)
+    alone.weight.grad = model.get_parameter("first.weight").grad
+    single.step()
+    torch.testing.assert_close(model.get_parameter("first.weight"), alone.weight)
+
+
+@every_option_set
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_nan_gradient_changes_nothing(policy: Any, keys: dict[str, Any]) -> None:
+    model, loss = convolutional()
+    optimizer = built(model, keys)
+    loss.backward()
+    optimizer.step()
+    guard = NonFiniteGuard(policy, optimizer)
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.view(-1)[0] = float("nan")
+    guard.step(guard.inspect(torch.tensor(1.0), torch.tensor(float("nan"))))
+    torch.testing.assert_close(dict(model.state_dict()), dict(weights), rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+
+
+RANDOM = torch.Generator().manual_seed(0)
+IMAGES = [(torch.randn(4, 1, 6, 6, generator=RANDOM), torch.arange(4) % 3) for _ in range(2)]
+INFINITE = (torch.full((4, 1, 6, 6), float("inf")), IMAGES[0][1])
+SCALED = PrecisionPlan(mode="fp16", dtype=torch.float32, use_scaler=True, autocast_enabled=False, device_type="cpu")
+
+
+def classifier(model: nn.Module, keys: dict[str, Any], batches: list[Any] = IMAGES, **options: Any) -> Trainer:
+    return make_trainer(
+        model,
+        batches,
+        optimizer=built(model, keys),
+        loss_fn=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+        **options,
+    )
+
+
+def assert_same(first: nn.Module, second: nn.Module) -> None:
+    torch.testing.assert_close(dict(first.state_dict()), dict(second.state_dict()), rtol=0, atol=0)
+
+
+class ResetsAfterTwo:
+    """A coordinator that asks for a reset after the second step, and notes how much state there was after each."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def after_optimizer_step(self, model: Any, step: int) -> bool:
+        assert self.optimizer is not None
+        self.held.append(len(self.optimizer.state))
+        return step == 2
+
+
+@every_option_set
+def test_after_a_coordinators_reset_training_goes_on_as_with_a_new_optimizer(keys: dict[str, Any]) -> None:
+    coordinator = ResetsAfterTwo()
+    model = convolutional()[0]
+    trainer = classifier(model, keys, coordinator=coordinator)
+    coordinator.optimizer = trainer.optimizer
+    trainer.fit(2)
+    assert not trainer.optimizer.state
+    twin = copy.deepcopy(model)
+    assert trainer.fit(4).steps == 4
+    assert coordinator.held == [sum(parameter.requires_grad for parameter in model.parameters())] * 4
+    classifier(twin, keys).fit(2)
+    assert_same(twin, model)
+
+
+@every_option_set
+def test_a_gradient_scaler_leaves_out_what_overflows_and_changes_nothing_else(keys: dict[str, Any]) -> None:
+    scaled, plain = convolutional()[0], convolutional()[0]
+    assert classifier(scaled, keys, [IMAGES[0], INFINITE, IMAGES[1]], precision=SCALED).fit(2).steps == 2
+    classifier(plain, keys).fit(2)
+    torch.testing.assert_close(dict(scaled.state_dict()), dict(plain.state_dict()))

@@ -21,8 +21,9 @@ def on_cuda(output: Path, **sections: Any) -> dict[str, Any]:
     return tiny(output, **{"run": {"device": "cuda", "max_steps": 8}, **sections})
 
 
-def test_nothing_synchronises_between_logs(tmp_path: Path) -> None:
-    config = on_cuda(tmp_path, logging={"every_steps": 100}, checkpoint={"enabled": False})
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_nothing_synchronises_between_logs(ema: float | None, tmp_path: Path) -> None:
+    config = on_cuda(tmp_path, logging={"every_steps": 100}, checkpoint={"enabled": False}, optimizer={"ema": ema})
     trainer, _ = build_runtime(config)
     trainer.fit(2)  # the first steps load kernels and make the optimizer's state
     original = trainer._train_step
@@ -51,7 +52,7 @@ def test_every_precision_trains(mode: str, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"model": {"dropout": 0.1}, "data": {"shuffle": True}}
+    options: dict[str, Any] = {"model": {"dropout": 0.1}, "data": {"shuffle": True}, "optimizer": {"ema": 0.9}}
     whole = train_from_config(on_cuda(tmp_path / "whole", **options))
     train_from_config(on_cuda(tmp_path / "parts", **options), max_steps=3)
     rest = train_from_config(on_cuda(tmp_path / "parts", **options), resume=True)

@@ -284,6 +284,7 @@ def test_an_evaluation_that_fails_costs_no_checkpoint(tmp_path: Path, sections: 
 
 def test_a_run_that_has_ended_holds_no_memory_for_snapshots(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, every_steps=1)
+    before = set(threading.enumerate())  # of managers that other tests left to the garbage collector
     make_trainer(checkpoint_manager=manager).fit(2)
     assert manager._buffers.model._blocks == []
-    assert not any(thread.name.startswith("checkpoint-writer") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("checkpoint-writer") for thread in set(threading.enumerate()) - before)

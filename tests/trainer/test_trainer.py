@@ -521,7 +521,7 @@ def test_token_normalisation_equals_one_big_batch() -> None:
 # ---------------------------------------------------------------- no synchronisation
 
 
-def scalar_reads(accumulation: int, optimizer_kind: str) -> list[str]:
+def scalar_reads(accumulation: int, optimizer_kind: str, ema: float | None = None) -> list[str]:
     """Where numbers were read from tensors over four updates, as the names of the trainer's parts."""
     torch.manual_seed(0)
     model = OnlyLogits()
@@ -530,7 +530,8 @@ def scalar_reads(accumulation: int, optimizer_kind: str) -> list[str]:
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1),
     }
     data = {"micro_batch_size": 4, "target_batch_size": 4 * accumulation}
-    ours = make_trainer(model, successor_batches(), optimizer=kinds[optimizer_kind](), config=config_of(data=data))
+    config = config_of(data=data, optimizer={"ema": ema})
+    ours = make_trainer(model, successor_batches(), optimizer=kinds[optimizer_kind](), config=config)
     ours.fit(1)
     ours._guarded_update = spanned(ours._guarded_update)  # type: ignore[method-assign]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -562,6 +563,11 @@ def test_of_an_ordinary_optimizer_one_number_is_read_per_update_and_none_elsewhe
 
 def test_of_a_fused_optimizer_nothing_is_read_outside_its_own_kernel() -> None:
     assert set(scalar_reads(4, "fused")) <= {"optimizer"}
+
+
+@pytest.mark.parametrize("optimizer_kind", ["fused", "sgd"])
+def test_an_average_of_the_weights_reads_nothing_more(optimizer_kind: str) -> None:
+    assert scalar_reads(1, optimizer_kind, ema=0.9) == scalar_reads(1, optimizer_kind)
 
 
 @pytest.mark.parametrize("optimizer_kind", ["fused", "sgd"])
@@ -945,6 +951,37 @@ def test_another_optimizer_is_a_clear_error() -> None:
     other = torch.optim.SGD([{"params": [model.linear.weight]}, {"params": [model.linear.bias]}], lr=0.1)
     with pytest.raises(CheckpointError, match="optimizer"):
         make_trainer(model, optimizer=other).resume(state)
+
+
+def by_algorithm(*algorithms: str | None) -> Trainer:
+    """Groups as `HybridOptimizer` has them, one tensor each; None is a group of an ordinary optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in algorithms))
+    keys: list[dict[str, Any]] = [{} if algorithm is None else {"algorithm": algorithm} for algorithm in algorithms]
+    groups = [{"params": list(layer.parameters()), **key} for layer, key in zip(model, keys, strict=True)]
+    return make_trainer(model, optimizer=torch.optim.AdamW(groups))
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        (("muon", "adamw"), (None, None), "written by another optimizer .* train on with optimizer.name: muon, or"),
+        ((None, None), ("muon", "adamw"), "written by another optimizer .* train on with optimizer.name: adamw, or"),
+        (("muon", "adamw"), ("adamw", "adamw"), "divides the weights as muon, adamw, and this one as adamw, adamw: "),
+    ],
+)
+def test_the_state_of_another_algorithm_is_refused_with_the_remedy(
+    saved: tuple[str | None, ...], own: tuple[str | None, ...], message: str
+) -> None:
+    state = by_algorithm(*saved).state_dict()
+    with pytest.raises(CheckpointError, match=f"{message}.*run.init_from") as caught:
+        by_algorithm(*own).resume(state)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("algorithms", [("muon", "adamw"), (None, None)])
+def test_the_state_of_the_same_algorithms_is_taken(algorithms: tuple[str | None, ...]) -> None:
+    by_algorithm(*algorithms).resume(by_algorithm(*algorithms).state_dict())
 
 
 def test_a_longer_horizon_recomputes_the_lr_from_the_step() -> None:

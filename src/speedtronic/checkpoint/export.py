@@ -1,5 +1,7 @@
 """A checkpoint's weights for other programs: a plain safetensors file, or a Hugging Face folder of a Llama.
 
+Where the run kept an average of the weights (`optimizer.ema`), the average is exported, as it was evaluated.
+
 What is exported is written beside its place, flushed to the disk and renamed, so that it is there in full or not at
 all. One tensor at a time goes from the checkpoint to the copy, so that memory never holds more than a few of them.
 """
@@ -9,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +23,9 @@ from torch import Tensor
 from speedtronic.checkpoint.files import FileSystem, ensure_directory, fill, read_small, reading, write_file
 from speedtronic.checkpoint.llama import MODEL_NAMES, llama_config, to_llama
 from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, Manifest, read_manifest
-from speedtronic.checkpoint.snapshot import check_files
+from speedtronic.checkpoint.snapshot import check_files, stored_average
 from speedtronic.checkpoint.tensors import (
+    StoredTensor,
     TensorHeader,
     TensorPlace,
     bytes_of,
@@ -55,6 +58,7 @@ class SavedModel:
         header: of its file of weights, by the model's own names, tied ones once.
         config: the configuration in it, secrets hidden; None when it has none.
         tokenizer: the `spec` of the run's tokenizer; None when it was trained on bare ids.
+        average: where the averaged weights are, by the same names; empty where the run kept no average.
     """
 
     path: Path
@@ -62,6 +66,12 @@ class SavedModel:
     header: TensorHeader
     config: Mapping[str, Any] | None
     tokenizer: Mapping[str, Any] | None
+    average: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """What is exported, tied tensors once: the averaged weights, and what has no average as it is."""
+        own = self.header.stored(self.path / MODEL_TENSORS)
+        return {name: self.average.get(name, tensor) for name, tensor in own.items()}
 
 
 class HuggingFaceTokenizer(NamedTuple):
@@ -84,7 +94,8 @@ def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: F
         verify: False for one whose every byte was compared a moment ago.
 
     Raises:
-        CheckpointError: it is damaged, or its model has something that is not a plain tensor.
+        CheckpointError: it is damaged, or its model has something that is not a plain tensor, or its average is of
+            another model.
     """
     fs, path = fs or FileSystem(), Path(checkpoint)
     with reading(path):
@@ -95,9 +106,11 @@ def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: F
         with fs.open(path / MODEL_TENSORS) as file:
             header = read_header(partial(fill, file), manifest.files[MODEL_TENSORS].size)
         _check_plain(trees.get("model"), header)
+        average = stored_average(fs, path, trees)
+        _check_average(average, header)
         state = trees.get("state", {})
         config, tokenizer = (decode(state.get(part), {}) for part in ("config", "tokenizer"))
-    return SavedModel(path, manifest.step, header, config, tokenizer)
+    return SavedModel(path, manifest.step, header, config, tokenizer, average)
 
 
 def export_safetensors(
@@ -114,7 +127,7 @@ def export_safetensors(
 
     Args:
         target: the file, when it ends in `.safetensors`; else a folder, in which it will be `model.safetensors`.
-        dtype: of the floating-point tensors; None leaves each as it is.
+        dtype: of the floating-point tensors; None leaves each as the model has it.
         replace: whether a file that is there is replaced.
 
     Returns:
@@ -153,7 +166,7 @@ def export_llama(
         target: the folder. One that is there must be empty, or with `replace` hold a former export alone.
         norm_eps: what the model adds to the mean square in every RMSNorm.
         tokenizer: the run's; None when there is none.
-        dtype: of the weights; None leaves them as they are.
+        dtype: of the weights; None leaves them as the model has them.
         replace: whether a former export is replaced.
 
     Returns:
@@ -205,6 +218,17 @@ def _check_plain(tree: Mapping[str, Any] | None, header: TensorHeader) -> None:
             f"the model's state has more than real tensors under names of their own ({', '.join(odd[:5])}), which a "
             f"plain file cannot hold; {MODEL_TENSORS} in the checkpoint holds the tensors alone"
         )
+
+
+def _check_average(average: Mapping[str, StoredTensor], header: TensorHeader) -> None:
+    shapes = {place.name: place.shape for place in header.places}
+    strange = [
+        name
+        for name, stored in average.items()
+        if shapes.get(header.metadata.get(name, name)) != stored.place.shape or not stored.place.dtype.is_floating_point
+    ]
+    if strange:
+        raise CheckpointError(f"the averaged weights (optimizer.ema) are not those of its model: {strange[0]!r}")
 
 
 # ---------------------------------------------------------------------- a Llama
@@ -289,17 +313,22 @@ def _stream(
     dtype: torch.dtype | None,
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file with these of the model's tensors, under new names."""
+    tensors = model.tensors()
     places = {names[place.name]: place for place in model.header.places}
     outlines = {
         name: torch.empty(place.shape, dtype=_target_dtype(place, dtype), device="meta")
         for name, place in places.items()
     }
     yield safetensors_header(outlines, metadata)
-    with reading(model.path), fs.open(model.path / MODEL_TENSORS) as file:
+    with reading(model.path), ExitStack() as stack:
+        files = {path: stack.enter_context(fs.open(path)) for path in sorted({s.file for s in tensors.values()})}
         for name in file_order(outlines):
-            place = places[name]
-            file.seek(model.header.size + place.begin)
-            yield bytes_of(_converted(read_tensor(partial(fill, file), place), place.name, outlines[name].dtype))
+            own_name = places[name].name
+            stored = tensors[own_name]
+            file = files[stored.file]
+            file.seek(stored.begin)
+            tensor = read_tensor(partial(fill, file), stored.place)
+            yield bytes_of(_converted(tensor, own_name, outlines[name].dtype))
 
 
 def _target_dtype(place: TensorPlace, dtype: torch.dtype | None) -> torch.dtype:

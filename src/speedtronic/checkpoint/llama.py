@@ -71,9 +71,12 @@ def llama_config(
         dtype: of the weights, as torch names it: `float32`.
 
     Raises:
-        CheckpointError: these are not the tensors of the reference transformer of this section; all that differs is
-            listed.
+        CheckpointError: the section has an option that no Llama has; or these are not the tensors of its reference
+            transformer, and all that differs is listed.
     """
+    foreign = {"model.qk_norm": model.qk_norm, "model.ngram_order": model.ngram_order > 1}
+    if options := [key for key, is_on in foreign.items() if is_on]:
+        raise CheckpointError(f"a Llama has nothing like {' and '.join(options)}: export as safetensors")
     gate = shapes.get("transformer.h.0.mlp.gate_proj.weight", [0])
     problems = list(_differences(_expected_shapes(model, gate[0], tied=_HEAD not in shapes), shapes))
     if problems:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from speedtronic.checkpoint.files import FileRecord, FileSystem, no_pause, verified, write_file
+from speedtronic.checkpoint.files import FileRecord, FileSystem, fill, no_pause, verified, write_file
 from speedtronic.checkpoint.image import TensorImage
 from speedtronic.checkpoint.manifest import FILES, MODEL_TENSORS, STATE_TENSORS, STATE_TREE, Manifest
-from speedtronic.checkpoint.tensors import read_tensors, tensor_chunks
+from speedtronic.checkpoint.tensors import StoredTensor, read_header, read_tensors, tensor_chunks
 from speedtronic.checkpoint.tree import EncodedTree, decode, encode
 from speedtronic.errors import CheckpointError
 
@@ -133,6 +135,40 @@ def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str,
     return {**state, **model}
 
 
+def stored_average(fs: FileSystem, directory: Path, trees: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Where the averaged weights of `optimizer.ema` are, by the model's names; empty where the run kept no average.
+
+    Args:
+        directory: the checkpoint's folder.
+        trees: the contents of its `state.json`.
+
+    Raises:
+        CheckpointError: the average has something that is not a plain tensor, or that is not there.
+        OSError: the disk failed.
+    """
+    names = _averaged_names(trees)
+    if not names:
+        return {}
+    file = directory / STATE_TENSORS
+    with fs.open(file) as opened:
+        stored = read_header(partial(fill, opened), os.fstat(opened.fileno()).st_size).stored(file)
+    missing = sorted(name for name in names.values() if name not in stored)
+    if missing:
+        raise CheckpointError(f"{STATE_TENSORS} lacks the averaged weight {missing[0]!r}")
+    return {name: stored[held] for name, held in names.items()}
+
+
+def _averaged_names(trees: Mapping[str, Any]) -> dict[str, str]:
+    """From the model's names to those in `state.safetensors`."""
+    state = trees.get("state")
+    average = state.get("ema") if isinstance(state, dict) else None
+    if average is None:
+        return {}
+    if not isinstance(average, dict) or not all(map(_is_tensor, average.values())):
+        raise CheckpointError(f"{STATE_TREE}: the averaged weights (optimizer.ema) are not all plain tensors")
+    return {name: value["$tensor"] for name, value in average.items()}
+
+
 def check_files(fs: FileSystem, directory: Path, manifest: Manifest) -> None:
     """Read every file and compare it with the manifest, without keeping any of it.
 
@@ -146,6 +182,10 @@ def check_files(fs: FileSystem, directory: Path, manifest: Manifest) -> None:
         with verified(fs, directory / name, record) as reader:
             for start in range(0, record.size, len(buffer)):
                 reader.read_into(buffer[: record.size - start])
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"$tensor"} and isinstance(value["$tensor"], str)
 
 
 def _bytes_of_file(

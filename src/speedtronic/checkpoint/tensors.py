@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +101,14 @@ class TensorPlace(NamedTuple):
     shape: list[int]
 
 
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file; `begin` is where its bytes begin, from the start of the file."""
+
+    file: Path
+    begin: int
+    place: TensorPlace
+
+
 class TensorHeader(NamedTuple):
     """What a safetensors stream says of itself.
 
@@ -112,6 +121,10 @@ class TensorHeader(NamedTuple):
     places: list[TensorPlace]
     metadata: dict[str, str]
     size: int
+
+    def stored(self, file: Path) -> dict[str, StoredTensor]:
+        """The tensors by name, where `file` holds the stream."""
+        return {place.name: StoredTensor(file, self.size + place.begin, place) for place in self.places}
 
 
 def read_header(read_into: Callable[[memoryview], None], size: int) -> TensorHeader:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ from speedtronic.checkpoint.entries import scan
 from speedtronic.checkpoint.files import FileSystem, fill, reading
 from speedtronic.checkpoint.manager import LATEST, CheckpointManager
 from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest
-from speedtronic.checkpoint.snapshot import check_files
-from speedtronic.checkpoint.tensors import TensorPlace, read_header, read_tensor
+from speedtronic.checkpoint.snapshot import check_files, stored_average
+from speedtronic.checkpoint.tensors import StoredTensor, TensorPlace, read_header, read_tensor
 from speedtronic.checkpoint.tree import decode
 from speedtronic.errors import CheckpointError
 
@@ -48,11 +48,13 @@ class InitialWeights:
         source: the file or folder that was read.
         loaded: names of the model's tensors that have their values from there, in the order of its `state_dict`.
         tokenizer: the `spec` of the tokenizer that they were trained with; None where the source does not say.
+        averaged: whether they are the averaged weights of a run with `optimizer.ema`.
     """
 
     source: Path
     loaded: tuple[str, ...]
     tokenizer: dict[str, Any] | None
+    averaged: bool
 
 
 def _warn(message: str) -> None:
@@ -77,7 +79,8 @@ def load_initial_weights(
     Args:
         model: parameters and persistent buffers are loaded, in place.
         path: a `.safetensors` file; one of our checkpoints, or a folder of checkpoints or of a run, from which the
-            newest sound one is taken; a Hugging Face folder, with its weights in one file or several.
+            newest sound one is taken, and of it the averaged weights where the run kept an average (`optimizer.ema`);
+            a Hugging Face folder, with its weights in one file or several.
         strict: whether every name must be there with its shape. Otherwise what fits is loaded.
         translate: what the tensors of a Hugging Face folder are called in the model; one that it leaves out is not
             loaded. None leaves the names as they are.
@@ -98,26 +101,20 @@ def load_initial_weights(
     _check_fit(source.path, offered, own, strict, warn)
     fitting = {name: stored for name, stored in offered.items() if name in own and _fits(stored.place, own[name])}
     _copy(fitting, own)
-    return InitialWeights(source.path, tuple(name for name in own if name in fitting), source.tokenizer)
+    loaded = tuple(name for name in own if name in fitting)
+    return InitialWeights(source.path, loaded, source.tokenizer, source.averaged)
 
 
 # ---------------------------------------------------------------------- finding
 
 
-class _Stored(NamedTuple):
-    """A tensor in a file; `begin` is where its bytes begin, from the start of the file."""
-
-    file: Path
-    begin: int
-    place: TensorPlace
-
-
 @dataclass(frozen=True)
 class _Source:
     path: Path
-    tensors: Mapping[str, _Stored]
+    tensors: Mapping[str, StoredTensor]
     tokenizer: dict[str, Any] | None = None
     is_hugging_face: bool = False
+    averaged: bool = False
 
 
 def _find(path: Path, warn: Callable[[str], None]) -> _Source:
@@ -173,13 +170,17 @@ def _from_checkpoint(path: Path) -> _Source:
 
 
 def _contents(checkpoint: Path) -> _Source:
-    state = _read_json(checkpoint / STATE_TREE).get("state")
+    trees = _read_json(checkpoint / STATE_TREE)
+    state = trees.get("state")
     with reading(checkpoint / STATE_TREE):
         tokenizer = decode(state.get("tokenizer"), {}) if isinstance(state, dict) else None
-    return _Source(checkpoint, _tensors_of_file(checkpoint / MODEL_TENSORS), tokenizer)
+    with reading(checkpoint):
+        average = stored_average(FileSystem(), checkpoint, trees)
+    tensors = _tensors_of_file(checkpoint / MODEL_TENSORS) | average
+    return _Source(checkpoint, tensors, tokenizer, averaged=bool(average))
 
 
-def _tensors_of_index(index: Path) -> dict[str, _Stored]:
+def _tensors_of_index(index: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder whose weights are in several files, each from the file that the index names."""
     files = _read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
@@ -199,11 +200,11 @@ def _is_plain_name(file: str) -> bool:
     return Path(file).name == file and file not in {"", ".."} and "\\" not in file and file.isprintable()
 
 
-def _tensors_of_file(path: Path) -> dict[str, _Stored]:
+def _tensors_of_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, and the names that its metadata gives to tied ones."""
     with reading(path), FileIO(path) as file:
         header = read_header(partial(fill, file), os.fstat(file.fileno()).st_size)
-    stored = {place.name: _Stored(path, header.size + place.begin, place) for place in header.places}
+    stored = header.stored(path)
     aliases = {name: stored[kept] for name, kept in header.metadata.items() if name not in stored and kept in stored}
     return stored | aliases
 
@@ -226,7 +227,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- comparing
 
 
-def _translated(source: _Source, translate: Translation) -> dict[str, _Stored]:
+def _translated(source: _Source, translate: Translation) -> dict[str, StoredTensor]:
     file = source.path / HUGGING_FACE_CONFIG
     config = _read_json(file) if file.exists() else {}
     with reading(source.path):
@@ -234,7 +235,7 @@ def _translated(source: _Source, translate: Translation) -> dict[str, _Stored]:
     return {name: source.tensors[theirs] for theirs, name in names.items()}
 
 
-def _renamed(stored: Mapping[str, _Stored], own: Collection[str], base_prefix: str) -> dict[str, _Stored]:
+def _renamed(stored: Mapping[str, StoredTensor], own: Collection[str], base_prefix: str) -> dict[str, StoredTensor]:
     """The stored tensors under the names that the model has for them."""
     names = {name: name for name in stored}
     while (prefix := _shared_wrapper(names.values())) and not any(name.startswith(prefix) for name in own):
@@ -255,7 +256,7 @@ def _fits(place: TensorPlace, tensor: Tensor) -> bool:
 
 def _check_fit(
     path: Path,
-    offered: Mapping[str, _Stored],
+    offered: Mapping[str, StoredTensor],
     own: Mapping[str, Tensor],
     strict: bool,
     warn: Callable[[str], None],
@@ -283,7 +284,7 @@ def _unexpected(offered: Collection[str], own: Collection[str]) -> Iterator[str]
     return (f"{name} is not in this model" for name in offered if name not in own)
 
 
-def _misfits(offered: Mapping[str, _Stored], own: Mapping[str, Tensor]) -> Iterator[str]:
+def _misfits(offered: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> Iterator[str]:
     for name, stored in offered.items():
         if name in own and not _fits(stored.place, own[name]):
             there, here = stored.place, own[name]
@@ -296,9 +297,9 @@ def _misfits(offered: Mapping[str, _Stored], own: Mapping[str, Tensor]) -> Itera
 # ---------------------------------------------------------------------- copying
 
 
-def _copy(fitting: Mapping[str, _Stored], own: Mapping[str, Tensor]) -> None:
+def _copy(fitting: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> None:
     """Fill the model's tensors, reading each file once from its start to its end."""
-    by_file: dict[Path, list[tuple[str, _Stored]]] = {}
+    by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
     for name, stored in sorted(fitting.items(), key=lambda item: item[1].begin):
         by_file.setdefault(stored.file, []).append((name, stored))
     filled_by: dict[int, str] = {}

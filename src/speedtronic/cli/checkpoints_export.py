@@ -25,6 +25,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "huggingface  a folder that transformers loads as a Llama, with the tokenizer where it has that form;\n"
         "             for the reference transformer\n"
         "\n"
+        "Where the run kept an average of the weights (optimizer.ema), the average is written, as it was evaluated.\n"
         "The copy is there in full or not at all.",
         epilog="exit code: 0 done, 1 it could not be written, 2 there is no sound checkpoint, or bad use",
     )
@@ -42,7 +43,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of floating-point weights (default: as they are saved)",
+        help="of floating-point weights (default: that of the model)",
     )
     parser.add_argument("--force", action="store_true", help="replace a former export")
     parser.set_defaults(run=run)
@@ -111,7 +112,7 @@ def _without_tokenizer(spec: Any) -> str:
 
 
 def _size(model: SavedModel) -> int:
-    return model.header.places[-1].end if model.header.places else 0
+    return sum(stored.place.end - stored.place.begin for stored in model.tensors().values())
 
 
 def _summary(model: SavedModel, target: Path) -> str:
@@ -122,4 +123,12 @@ def _summary(model: SavedModel, target: Path) -> str:
     weights = sum(torch.Size(place.shape).numel() for place in model.header.places)
     files = [target] if target.is_file() else list(target.iterdir())
     size = short_bytes(sum(file.stat().st_size for file in files))
-    return f"exported: {printable(str(target))}: step {model.step}, {short_number(weights)} weights, {size}"
+    return f"exported: {printable(str(target))}: step {model.step}, {short_number(weights)} {_kind(model)}, {size}"
+
+
+def _kind(model: SavedModel) -> str:
+    if not model.average:
+        return "weights"
+    optimizer = (model.config or {}).get("optimizer")
+    decay = optimizer.get("ema") if isinstance(optimizer, dict) else None
+    return "averaged weights" if decay is None else f"averaged weights (optimizer.ema {decay})"

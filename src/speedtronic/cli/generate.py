@@ -23,7 +23,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "generate",
         help="let a trained model continue a text",
         description="Continue a text with a trained model. The text appears as it is made, and ends after "
-        "--max-tokens or where the model ends its document.",
+        "--max-tokens or where the model ends its document. Where the run kept an average of the weights "
+        "(optimizer.ema), the average writes.",
     )
     parser.add_argument(
         "source",

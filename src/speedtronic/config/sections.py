@@ -200,6 +200,12 @@ class ModelConfig(Section):
     dropout: Fraction = Field(default=0.0, description="Dropout probability.")
     tie_weights: bool = Field(default=True, description="Share the input embedding with the output head.")
     rope_base: PositiveFloat = Field(default=10000.0, description="Base of the rotary position frequencies.")
+    qk_norm: bool = Field(default=False, description="Normalise the queries and keys of each head.")
+    ngram_order: Size = Field(
+        default=1,
+        description="Longest run of tokens with an embedding of its own, added to the last token's; 1 has none.",
+    )
+    ngram_buckets: Size = Field(default=4096, description="Rows of each table of runs; runs are hashed to them.")
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass to save memory."
     )
@@ -321,7 +327,9 @@ class OptimizerConfig(Section):
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
-        description="Decay per update of an exponential moving average of the weights; null keeps none.",
+        description="Decay per update of an exponential moving average of the weights, which evaluation, export, "
+        "generate and init_from use in place of the weights. It takes the memory of the trained weights in float32 "
+        "once more. Null keeps none.",
     )
     muon_plus: bool = Field(
         default=False, description="Normalise rows, then columns, after orthogonalisation; needs muon."
@@ -333,6 +341,10 @@ class OptimizerConfig(Section):
     muon_scale: Literal["original", "match_rms_adamw"] = Field(
         default="original",
         description="Scale of Muon's update: sqrt(max(1, rows/columns)), or AdamW's typical RMS.",
+    )
+    muon_coefficients: Literal["quintic", "polar_express"] = Field(
+        default="quintic",
+        description="Coefficients of the Newton–Schulz iterations: polar_express comes closer to the polar factor.",
     )
 
     @classmethod

@@ -1,7 +1,8 @@
 """The reference model: a decoder-only transformer that knows nothing of trainers.
 
 Pre-norm RMSNorm (Zhang & Sennrich 2019), rotary position embedding (RoPE, Su et al. 2021, in the rotate-half
-layout of Llama), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020), no biases.
+layout of Llama), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020), no biases. Two options learn
+faster: `qk_norm` and `ngram_order`.
 
 Legend: `B` batch, `T` sequence, `D` model width, `H` query heads, `K` key/value heads, `E` = D / H head
 width, `F` feed-forward width, `V` vocabulary.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from speedtronic.errors import ConfigError
@@ -30,6 +32,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
+# Multiplier and modulus of a known random number generator (Park & Miller 1988); a product of the two fits int64.
+_HASH_FACTOR, _HASH_MODULUS = 48271, 2**31 - 1
 
 
 class ModelOutput(TypedDict):
@@ -57,6 +61,11 @@ class GPTConfig:
         dropout: probability in [0, 1), of embeddings, attention weights and residual branches.
         tie_weights: whether the output head is the token embedding.
         rope_base: base of the rotary wavelengths.
+        qk_norm: whether queries and keys are brought to a root mean square of one, each head on its own, before they
+            are turned (Henry et al. 2020, without weights).
+        ngram_order: longest run of tokens that has an embedding of its own, which is added to that of its last token
+            (hashed n-grams: Bojanowski et al. 2017). 1 is that token alone: no further embedding.
+        ngram_buckets: rows of each table of n-grams; those that fall into one row share it.
 
     Raises:
         ConfigError: a value is out of range, or two do not fit each other.
@@ -72,6 +81,9 @@ class GPTConfig:
     dropout: float = 0.0
     tie_weights: bool = True
     rope_base: float = 10000.0
+    qk_norm: bool = False
+    ngram_order: int = 1
+    ngram_buckets: int = 4096
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
@@ -105,7 +117,8 @@ class GPTConfig:
         return per_head * self.n_head
 
     def _check_sizes(self) -> None:
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff"):
+        sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff")
+        for name in (*sizes, "ngram_order", "ngram_buckets"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
@@ -136,6 +149,9 @@ class GPTOptions(TypedDict, total=False):
     dropout: float
     tie_weights: bool
     rope_base: float
+    qk_norm: bool
+    ngram_order: int
+    ngram_buckets: int
 
 
 class RMSNorm(nn.Module):
@@ -150,14 +166,58 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # torch's kernel wants equal dtypes, and warns about a half-precision input with float32 weights.
-        wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        if x.dtype != self.weight.dtype:
+            # torch's kernel wants equal dtypes, and warns about a half-precision input with float32 weights.
+            wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
+            return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        if _torch_is_slow_with_norms_of(x):
+            return unit_rms(x, self.eps) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
+
+
+def unit_rms(x: Tensor, eps: float = NORM_EPS) -> Tensor:
+    """`x / sqrt(mean(x²) + eps)` over the last dimension, in the dtype of `x`; the arithmetic is float32 or more."""
+    if _torch_is_slow_with_norms_of(x):
+        out: Tensor = _EagerUnitRMS.apply(x, eps)[0]  # type: ignore[no-untyped-call]
+        return out
+    return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+def _torch_is_slow_with_norms_of(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
+
+
+class _EagerUnitRMS(torch.autograd.Function):
+    """`unit_rms` in fewer passes over memory than torch's, which has no kernel of its own for it on CPUs.
+
+    With n = x · r and r = 1 / sqrt(mean(x²) + eps), the gradient is dx = r · (dn - n · mean(dn · n)).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
+        scale = (mean_square + eps).rsqrt()
+        return x * scale, scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, None]:
+        if upstream is None:
+            return None, None
+        normal, scale = ctx.saved_tensors
+        along = torch.linalg.vecdot(upstream, normal).unsqueeze(-1)
+        return torch.addcmul(upstream, normal, along, value=-1 / normal.size(-1)).mul_(scale), None
 
 
 class RotaryEmbedding(nn.Module):
@@ -210,6 +270,22 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(half, -1), sin).to(x.dtype)
 
 
+def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
+    """`torch.cat([projection(x) for projection in projections], -1)`, as one matrix product where that is the same.
+
+    The weights stay parameters of their own, and are laid beside each other at each call: a copy of them is little
+    beside the product. A projection that was replaced, or that has hooks, is called by itself.
+    """
+    if not all(_is_plain(projection) for projection in projections):
+        return torch.cat([projection(x) for projection in projections], -1)
+    return F.linear(x, torch.cat([cast(nn.Linear, projection).weight for projection in projections]))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Linear and module._parameters.get("bias") is None and not any(hooks)
+
+
 class CausalSelfAttention(nn.Module):
     """Grouped-query attention: H query heads share K key/value heads; a position sees itself and the past."""
 
@@ -221,6 +297,7 @@ class CausalSelfAttention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, kv_width, bias=False)
         self.v_proj = nn.Linear(config.d_model, kv_width, bias=False)
         self.out_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.qk_norm = config.qk_norm
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], allowed: Tensor | None = None) -> Tensor:
@@ -236,9 +313,12 @@ class CausalSelfAttention(nn.Module):
             `(B, T, D)`.
         """
         batch, length, width = x.shape
-        query = apply_rotary(self.q_proj(x).view(batch, length, self.n_head, self.head_size), *rotary)
-        key = apply_rotary(self.k_proj(x).view(batch, length, self.n_kv_head, self.head_size), *rotary)
-        value = self.v_proj(x).view(batch, length, self.n_kv_head, self.head_size)
+        product = fused_product(x, self.q_proj, self.k_proj, self.v_proj)
+        heads = product.view(batch, length, -1, self.head_size)
+        turned, value = torch.split(heads, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
+        if self.qk_norm:
+            turned = unit_rms(turned)
+        query, key = torch.split(apply_rotary(turned, *rotary), [self.n_head, self.n_kv_head], 2)
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -252,6 +332,42 @@ class CausalSelfAttention(nn.Module):
         return out
 
 
+class NGramEmbedding(nn.Module):
+    """The sum of an embedding for each run of 2 … n tokens that ends at a position.
+
+    A run is hashed to a row of its length's table. Where it would reach beyond the start of its document, or into
+    padding, it is the run that begins with nothing.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.buckets = config.ngram_buckets
+        lengths = range(2, config.ngram_order + 1)
+        self.tables = nn.ModuleList(nn.Embedding(config.ngram_buckets, config.d_model) for _ in lengths)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """`(B, T)` to `(B, T, D)`; arguments as in `ReferenceTransformer.forward`."""
+        known = input_ids.long() + 1
+        if attention_mask is not None:
+            known = known * attention_mask.bool()
+        run = known
+        embedded: list[Tensor] = []
+        for distance, table in enumerate(self.tables, 1):
+            earlier = _shifted(known, distance)
+            if document_ids is not None:
+                earlier = earlier * (_shifted(document_ids, distance) == document_ids)
+            run = (run * _HASH_FACTOR + earlier) % _HASH_MODULUS
+            embedded.append(table(run % self.buckets))
+        return reduce(torch.add, embedded)
+
+
+def _shifted(x: Tensor, distance: int) -> Tensor:
+    """What stands `distance` positions earlier, `(B, T)`; 0 before the first."""
+    return F.pad(x, (distance, 0))[:, : x.size(1)]
+
+
 class SwiGLU(nn.Module):
     """Gated feed-forward: `down(silu(gate(x)) * up(x))`, `(..., D)` to `(..., D)` through width F."""
 
@@ -262,7 +378,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.hidden_size, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = fused_product(x, self.gate_proj, self.up_proj).chunk(2, -1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 
@@ -320,6 +437,8 @@ class ReferenceTransformer(nn.Module):
                 "norm": RMSNorm(config.d_model),
             }
         )
+        if config.ngram_order > 1:
+            self.transformer["ngrams"] = NGramEmbedding(config)
         self.rotary = RotaryEmbedding(config.head_size, config.block_size, config.rope_base)
         # A tied head takes the embedding's weight; one of its own would be filled only to be thrown away.
         head_device = torch.device("meta") if config.tie_weights else None
@@ -351,11 +470,18 @@ class ReferenceTransformer(nn.Module):
         self._check_input(input_ids, attention_mask, document_ids)
         rotary = self.rotary(input_ids.size(1))
         allowed = _allowed(attention_mask, document_ids)
-        x = self.transformer["drop"](self.transformer["wte"](input_ids))
+        x = self.transformer["drop"](self._embed(input_ids, attention_mask, document_ids))
         for block in self.blocks:
             x = block(x, rotary, allowed)
         logits: Tensor = self.lm_head(self.transformer["norm"](x))
         return {"logits": logits, "loss": None if labels is None else causal_cross_entropy(logits, labels)}
+
+    def _embed(self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor:
+        x: Tensor = self.transformer["wte"](input_ids)
+        if self.config.ngram_order == 1:
+            return x
+        runs: Tensor = self.transformer["ngrams"](input_ids, attention_mask, document_ids)
+        return x + runs
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -444,6 +570,9 @@ def build_reference_transformer(config: ModelConfig) -> ReferenceTransformer:
         dropout=config.dropout,
         tie_weights=config.tie_weights,
         rope_base=config.rope_base,
+        qk_norm=config.qk_norm,
+        ngram_order=config.ngram_order,
+        ngram_buckets=config.ngram_buckets,
     )
     model.set_gradient_checkpointing(config.gradient_checkpointing)
     return model

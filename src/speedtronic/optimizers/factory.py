@@ -1,20 +1,94 @@
-"""Optimizers from a configuration: which parameter belongs to which group, and AdamW with its fallback."""
+"""Optimizers from a configuration: which parameter belongs to which group, and the fused kernel with its fallback."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from speedtronic.config import OptimizerConfig
 from speedtronic.errors import ConfigError
+from speedtronic.optimizers.adamw import COMPILED_FROM, CautiousAdamW
+from speedtronic.optimizers.hybrid import HybridOptimizer
+from speedtronic.optimizers.routing import ParameterRouting, route_parameters
 from speedtronic.precision import supports_fused_adamw
 
 _log = logging.getLogger(__name__)
+
+Built = TypeVar("Built", bound=torch.optim.Optimizer)
+
+
+def build_adamw(
+    model: nn.Module, config: OptimizerConfig, device: torch.device, *, compiled: bool = False
+) -> torch.optim.AdamW:
+    """Build AdamW (arXiv 1711.05101) over all trainable parameters of `model`; with `config.cautious` `CautiousAdamW`.
+
+    `config.fused` null asks `supports_fused_adamw(device)`; a fused construction that torch refuses falls back to
+    the ordinary one, and says so in the log. So does a `compiled` cautious step that cannot be compiled here.
+
+    Raises:
+        ConfigError: nothing in the model is trainable.
+    """
+    groups = parameter_groups(model, weight_decay=config.weight_decay, decay_1d=config.decay_1d)
+    check_ownership(model, groups)
+    compiled = compiled and config.cautious and _cautious_step_compiles(device)
+
+    def construct(**fused: bool) -> torch.optim.AdamW:
+        options: dict[str, Any] = {
+            "lr": config.lr,
+            "betas": (config.betas[0], config.betas[1]),
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+            **fused,
+        }
+        if config.cautious:
+            return CautiousAdamW(_copies(groups), rescale=config.cautious_rescale, compiled=compiled, **options)
+        return torch.optim.AdamW(_copies(groups), **options)
+
+    return _fused_where_possible(construct, config, device)
+
+
+def build_hybrid(model: nn.Module, config: OptimizerConfig, device: torch.device) -> HybridOptimizer:
+    """Build `HybridOptimizer`: Muon for the hidden matrices of `model`, AdamW for its other trainable parameters.
+
+    `route_parameters` tells which is which. A model without a hidden matrix is trained by AdamW alone, which a warning
+    in the log says. AdamW's fused kernel is chosen as in `build_adamw`.
+
+    Raises:
+        ConfigError: nothing in the model is trainable, or a module's declared role or split cannot be.
+    """
+    groups = hybrid_groups(model, weight_decay=config.weight_decay, decay_1d=config.decay_1d)
+    check_ownership(model, groups)
+
+    def construct(**fused: bool) -> HybridOptimizer:
+        return HybridOptimizer(
+            _copies(groups),
+            lr=config.lr,
+            muon_lr=config.muon_lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            ns_steps=config.muon_ns_steps,
+            norm_eps=config.muon_norm_eps,
+            muon_plus=config.muon_plus,
+            scale=config.muon_scale,
+            coefficients=config.muon_coefficients,
+            cautious=config.cautious,
+            cautious_rescale=config.cautious_rescale,
+            **fused,
+        )
+
+    if not any(group["algorithm"] == "muon" for group in groups):
+        _log.warning(
+            "optimizer.name: muon: the model has no hidden nn.Linear, so AdamW trains all of it; let the modules whose "
+            "matrices Muon should train say so with _speedtronic_optimizer_role = 'muon', or use optimizer.name: adamw"
+        )
+    return _fused_where_possible(construct, config, device)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
@@ -27,14 +101,48 @@ def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -
     Raises:
         ConfigError: nothing in the model is trainable.
     """
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": weight_decay},
+    trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return _filled(_matrices_and_the_rest(trainable, weight_decay, decay_1d))
+
+
+def hybrid_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
+    """Split the trainable parameters of `model` into the groups of a `HybridOptimizer`.
+
+    AdamW's matrices (embeddings and heads too) and its other parameters come first, with weight decay as in
+    `parameter_groups`, and so the first group's learning rate, which a run reports, is that of `optimizer.lr`. The
+    matrices of Muon follow in one group, and those whose weight is several fused ones in one more for each kind of
+    split. Empty groups are left out.
+
+    Raises:
+        ConfigError: nothing in the model is trainable, or a module's declared role or split cannot be.
+    """
+    routing = route_parameters(model)
+    adamw = _matrices_and_the_rest((parameter for _, parameter in routing.adamw), weight_decay, decay_1d)
+    return _filled([{**group, "algorithm": "adamw"} for group in adamw] + _muon_groups(routing))
+
+
+def _matrices_and_the_rest(
+    parameters: Iterable[nn.Parameter], weight_decay: float, decay_1d: bool
+) -> list[dict[str, Any]]:
+    trained = list(parameters)
+    return [
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
         {
-            "params": [parameter for parameter in trainable if parameter.ndim < 2],
+            "params": [parameter for parameter in trained if parameter.ndim < 2],
             "weight_decay": weight_decay if decay_1d else 0.0,
         },
     ]
+
+
+def _muon_groups(routing: ParameterRouting) -> list[dict[str, Any]]:
+    by_split: dict[tuple[int, ...] | None, list[nn.Parameter]] = {None: []}
+    for name, parameter in routing.muon:
+        by_split.setdefault(routing.splits.get(name), []).append(parameter)
+    return [{"params": matrices, "algorithm": "muon", "split": split} for split, matrices in by_split.items()]
+
+
+def _filled(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that are not empty."""
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise ConfigError("the model has no trainable parameter: set requires_grad on what should be trained")
@@ -54,29 +162,29 @@ def check_ownership(model: nn.Module, groups: Iterable[dict[str, Any]]) -> None:
             raise ConfigError(f"trainable parameters {problem}: {', '.join(offenders)}")
 
 
-def build_adamw(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """Build AdamW (arXiv 1711.05101) over all trainable parameters of `model`.
+def _copies(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For an optimizer to write its options into, which a second attempt must not find there."""
+    return [dict(group) for group in groups]
 
-    `config.fused` null asks `supports_fused_adamw(device)`; a fused construction that torch refuses falls back to
-    the ordinary one, and says so in the log.
-    """
+
+def _cautious_step_compiles(device: torch.device) -> bool:
+    """Compile it now, on a weight of its own: an error in the first step would end the run."""
+    weight = nn.Parameter(torch.zeros(COMPILED_FROM, device=device))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        CautiousAdamW([weight], compiled=True).step()
+    except Exception as error:  # noqa: BLE001 - compilers fail in any way, and the step works without
+        _log.warning("the cautious step cannot be compiled on %s (%s): it runs without", device, error)
+        return False
+    return True
+
+
+def _fused_where_possible(construct: Callable[..., Built], config: OptimizerConfig, device: torch.device) -> Built:
+    """Construct with `fused=True` where it is asked for or available, else, or when that fails, without."""
     fused = supports_fused_adamw(device) if config.fused is None else config.fused
     if fused:
         try:
-            return _adamw(model, config, fused=True)
+            return construct(fused=True)
         except (TypeError, RuntimeError, ValueError) as error:
             _log.warning("fused AdamW is not available on %s (%s): using the ordinary one", device, error)
-    return _adamw(model, config)
-
-
-def _adamw(model: nn.Module, config: OptimizerConfig, **options: Any) -> torch.optim.AdamW:
-    groups = parameter_groups(model, weight_decay=config.weight_decay, decay_1d=config.decay_1d)
-    check_ownership(model, groups)
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        **options,
-    )
+    return construct()

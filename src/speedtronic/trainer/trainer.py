@@ -24,6 +24,7 @@ from speedtronic.errors import CheckpointError, ConfigError, NonFiniteError, Sca
 from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, make_grad_scaler, resolve_device, resolve_precision
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
+from speedtronic.trainer.averaging import WeightAverage
 from speedtronic.trainer.compiled import CompiledModel, is_out_of_memory
 from speedtronic.trainer.guard import NonFiniteGuard
 from speedtronic.trainer.loss import LossFunction, align_labels
@@ -98,8 +99,8 @@ class Trainer:
         max_steps: default target of `fit`; `config.data.max_steps` or `config.run.max_steps` without it.
         start_step: the global step at which counting begins.
         loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not.
-        evaluator: called on the plain model at the cadence of `config.eval`, and told how to find out that the run
-            is being interrupted.
+        evaluator: called on the plain model at the cadence of `config.eval`, or on the one with the averaged weights
+            where `config.optimizer.ema` keeps an average, and told how to find out that the run is being interrupted.
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints does anyway.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
         shape_report: what a startup shape validation found; `fit` validates where there was none.
@@ -157,6 +158,7 @@ class Trainer:
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
         self._scaler_state: dict[str, Any] | None = None
         self._coordinator_state: dict[str, Any] | None = None
+        self._average: WeightAverage | None = None
         self._fit: _Fit | None = None
         self._configure_gradient_checkpointing()
         self._compiled = self._compile() if self.config.compile else None
@@ -173,6 +175,15 @@ class Trainer:
         self._settle()
         return self._counters.tokens
 
+    @property
+    def averaged_model(self) -> nn.Module | None:
+        """A copy of the model with the averaged weights of `config.optimizer.ema`, to read from and not to train.
+
+        In evaluation mode, and as of now: training goes on in it. None without an average, and before there is one: it
+        begins with the first `fit` or with `resume`.
+        """
+        return self._average.model() if self._average is not None else None
+
     # ------------------------------------------------------------------ the loop
 
     def fit(self, max_steps: int | None = None) -> TrainResult:
@@ -182,7 +193,7 @@ class Trainer:
         nothing. Ctrl-C and SIGTERM finish the step in hand and end the run with a checkpoint.
 
         Raises:
-            ConfigError: the target is not positive.
+            ConfigError: the target is not positive, or `optimizer.ema` is on and the model cannot be copied.
             RunLockedError: another process is training in this folder.
             NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
             ScalerOverflowError: the gradient scaler skips without end.
@@ -207,6 +218,8 @@ class Trainer:
         self.model.train()
         scaler = self._new_scaler()
         self.optimizer.zero_grad(set_to_none=True)
+        if self._average is None:
+            self._average = self._new_average()
         saver = self._new_saver()
         if saver is not None:
             stack.callback(saver.close)
@@ -245,6 +258,10 @@ class Trainer:
             scaler.load_state_dict(self._scaler_state)
         self._scaler_state = None
         return scaler
+
+    def _new_average(self) -> WeightAverage | None:
+        decay = self.config.optimizer.ema
+        return WeightAverage(_plain(self.model), decay) if decay is not None else None
 
     def _new_saver(self) -> CheckpointSaver | None:
         if self.checkpoint_manager is None or not self.checkpoint_manager.enabled:
@@ -381,12 +398,13 @@ class Trainer:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _advance(self, batches: list[Any], loss: Tensor, norm: Tensor, bad: Tensor) -> Update:
-        """Move scheduler, step and coordinator on, and note what the update was."""
+        """Move scheduler, step, coordinator and average on, and note what the update was."""
         lr_applied = self._learning_rate()
         if self.scheduler is not None:
             self.scheduler.step()
         self.step += 1
         self._synchronise()
+        self._average_weights(bad)
         sizes = [self._batch_size_and_tokens(batch) for batch in batches]
         return Update(
             step=self.step,
@@ -411,6 +429,11 @@ class Trainer:
         # A configured DumbDiLoCo asks after each exchange and leaves it to its key; any other coordinator means it.
         if distributed.reset_inner_optimizer or not distributed.enabled:
             self.optimizer.state.clear()
+
+    def _average_weights(self, bad: Tensor) -> None:
+        """Take in the weights that the next update starts from, which a coordinator may have replaced."""
+        if self._average is not None:
+            self._average.update(bad if self.config.run.on_nonfinite != "ignore" else None)
 
     # ------------------------------------------------------------------ after a step
 
@@ -461,7 +484,9 @@ class Trainer:
         if self._evaluator is None or fit.evaluated_at == self.step:
             return
         self._settle()
-        numbers = self._evaluator(self.model, lambda: fit.signals.received is not None)
+        averaged = self.averaged_model
+        model = averaged if averaged is not None else self.model
+        numbers = self._evaluator(model, lambda: fit.signals.received is not None)
         if numbers is not None:
             fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
             self.logger.emit("eval", {"step": self.step, **numbers})
@@ -532,6 +557,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "scaler": scaler or None,
+            "ema": self._average.state_dict() if self._average is not None else None,
             "coordinator": coordinator if coordinator is not None else self._coordinator_state,
             "rng": capture_rng_state(),
             "data": self._batches.state_dict(),
@@ -553,15 +579,18 @@ class Trainer:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpointed state.
 
-        Model, optimizer, scheduler, counters, data position and RNG are restored at once; scaler and coordinator when
-        `fit` starts them. The saved precision and config are informational. Only model, optimizer and counters must be
-        there: a part that the state lacks stays as it is.
+        Model, average, optimizer, scheduler, counters, data position and RNG are restored at once; scaler and
+        coordinator when `fit` starts them. The saved precision and config are informational. Only model, optimizer and
+        counters must be there: a part that the state lacks stays as it is. An average that it lacks begins with its
+        weights.
 
         Raises:
             CheckpointError: the state does not fit this model, optimizer or data; the tensors are named.
+            ConfigError: `optimizer.ema` is on and the model cannot be copied.
         """
         self.model.to(self.device)
         _load_model(_plain(self.model), state["model"])
+        self._load_average(state.get("ema"))
         self._load_optimizer(state["optimizer"])
         if self.scheduler is not None and state.get("scheduler") is not None:
             self.scheduler.load_state_dict(dict(state["scheduler"]))
@@ -576,8 +605,18 @@ class Trainer:
         if state.get("rng") is not None:
             restore_rng_state(state["rng"])
 
+    def _load_average(self, state: Mapping[str, Tensor] | None) -> None:
+        self._average = self._new_average()
+        if self._average is None and state is not None:
+            self.logger.warning("optimizer.ema is off: the checkpoint's average of the weights is dropped")
+        elif self._average is not None and state is None:
+            self.logger.info("optimizer.ema: the checkpoint has no average of the weights, so it begins with them")
+        elif self._average is not None and state is not None:
+            self._average.load_state_dict(state)
+
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         try:
+            _check_algorithms(state["param_groups"], self.optimizer.param_groups)
             self.optimizer.load_state_dict(dict(state))
         except (ValueError, KeyError) as error:
             raise CheckpointError(
@@ -646,6 +685,28 @@ def _enable_gradient_checkpointing(model: Any) -> None:
         getattr(model, foreign[0])()
     else:
         model.set_gradient_checkpointing(True)
+
+
+def _check_algorithms(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Refuse the state of another algorithm, which torch would load wherever the groups have as many tensors."""
+    theirs, ours = ([group.get("algorithm") for group in groups] for groups in (saved, own))
+    if theirs == ours:
+        return
+    if any(theirs) and any(ours):
+        raise CheckpointError(
+            f"the checkpoint's optimizer divides the weights as {_listed(theirs)}, and this one as {_listed(ours)}: "
+            "train on with the model and the optimizer options that wrote it, or start anew from its weights with "
+            "run.init_from"
+        )
+    writer = "muon" if any(theirs) else "adamw"
+    raise CheckpointError(
+        f"the checkpoint was written by another optimizer than this run's: train on with optimizer.name: {writer}, or "
+        "start anew from its weights with run.init_from"
+    )
+
+
+def _listed(algorithms: list[str | None]) -> str:
+    return ", ".join(str(algorithm) for algorithm in algorithms)
 
 
 def _plain(model: nn.Module) -> nn.Module:

@@ -1,0 +1,209 @@
+"""One optimizer that trains hidden matrices with Muon and everything else with AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtronic.optimizers.adamw import adamw_step
+from speedtronic.optimizers.muon import Muon, Scale, check_options, muon_step
+from speedtronic.optimizers.newton_schulz import Coefficients
+
+ParamGroup = dict[str, Any]
+
+
+class HybridOptimizer(torch.optim.Optimizer):
+    """Muon and AdamW as one `torch.optim.Optimizer` with one state: hooks, schedulers and gradient scalers see one.
+
+    Each param group names its `algorithm`, "muon" or "adamw", and has the options of that one: those of `Muon`, or
+    those of `torch.optim.AdamW` with `cautious` and `cautious_rescale`. What it leaves out comes from the arguments.
+    A parameter's state is that of `Muon` (`momentum_buffer`) or of `torch.optim.AdamW` (`step`, `exp_avg`,
+    `exp_avg_sq`), in one dict.
+
+    Args:
+        params: param groups as for any `torch.optim.Optimizer`, each with `algorithm`; one of Muon's may have `split`,
+            the row counts of the pieces of its weights, each of which is orthogonalised on its own.
+        lr: learning rate of AdamW's groups.
+        muon_lr: learning rate of Muon's groups; None is `lr`.
+        betas: AdamW's decay rates of the first and second moment.
+        eps: AdamW's term in the denominator.
+        weight_decay: decoupled weight decay of both.
+        momentum, nesterov, ns_steps, muon_eps, norm_eps, muon_plus, scale, coefficients: as in `Muon`; `muon_eps` is
+            what is `eps` there.
+        fused: whether AdamW runs in torch's fused kernel. Then a step that must not be applied, because a gradient
+            overflowed, is held back on the device by both algorithms, and nothing is read back to the host.
+        cautious: keep only the entries of an update whose sign opposes the gradient's, in both algorithms.
+        cautious_rescale: scale a cautious update up by the share of entries that were dropped.
+
+    Raises:
+        ValueError: a group names no algorithm, an option is out of range, or a parameter of Muon's is no matrix.
+        TypeError: a parameter of Muon's is complex.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float | Tensor = 1e-3,
+        muon_lr: float | Tensor | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        muon_eps: float = 1e-7,
+        norm_eps: float = 1e-8,
+        muon_plus: bool = False,
+        scale: Scale = "original",
+        coefficients: Coefficients = "quintic",
+        fused: bool = False,
+        cautious: bool = False,
+        cautious_rescale: bool = False,
+    ) -> None:
+        # Each algorithm's own class knows its options and checks them. They are never stepped.
+        nothing = [torch.zeros(1, 1)]
+        caution = {"cautious": cautious, "cautious_rescale": cautious_rescale}
+        muon = Muon(
+            nothing,
+            lr if muon_lr is None else muon_lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            weight_decay=weight_decay,
+            eps=muon_eps,
+            norm_eps=norm_eps,
+            muon_plus=muon_plus,
+            scale=scale,
+            coefficients=coefficients,
+            **caution,
+        )
+        adamw = torch.optim.AdamW(nothing, lr, betas, eps, weight_decay, fused=fused)
+        self._options = {"muon": muon.defaults, "adamw": {**adamw.defaults, **caution}}
+        super().__init__(params, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which names its `algorithm`; see the class.
+
+        Raises:
+            ValueError: it names no algorithm, or is of Muon's and one of its options is out of range or one of its
+                parameters no matrix.
+            TypeError: it is of Muon's, and one of its parameters is complex.
+        """
+        algorithm = param_group.get("algorithm")
+        if algorithm not in self._options:
+            raise ValueError(f"a param group's algorithm must be 'muon' or 'adamw', not {algorithm!r}")
+        self._complete(param_group)
+        if algorithm == "muon":
+            check_options(param_group)
+        super().add_param_group(param_group)
+        if algorithm == "muon" and (problem := _no_matrix(param_group)) is not None:
+            del self.param_groups[-1]
+            raise problem
+        self._support_scaling()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: evaluates the model anew; called once, before the update.
+
+        Returns:
+            What `closure` returns; None without it.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # A gradient scaler, or the trainer's guard, hands its verdict over as attributes for the time of the step.
+        grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
+        muon_step(self._groups_of("muon"), self.state, grad_scale=grad_scale, found_inf=found_inf)
+        for group in self._groups_of("adamw"):
+            adamw_step(
+                [group],
+                self.state,
+                fused=group["fused"],
+                cautious=group["cautious"],
+                rescale=group["cautious_rescale"],
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, for groups of the same algorithms; options that it lacks are the arguments'.
+
+        Raises:
+            ValueError: it is of another optimizer, or of other groups.
+        """
+        loaded: list[dict[str, Any]] = []
+
+        def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
+            _check_algorithms(final["param_groups"], self.param_groups)
+            loaded.append(final)
+
+        # A hook, since those of others may change what is loaded; it runs last.
+        handle = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        self._take_momenta_as_saved(loaded[0])
+
+    def _take_momenta_as_saved(self, state_dict: Mapping[str, Any]) -> None:
+        """torch has cast them to the dtype of their parameter, which for 16 bits rounds them."""
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for number, parameter in zip(saved["params"], group["params"], strict=True):
+                own = state_dict["state"].get(number, {})
+                if "momentum_buffer" in own:
+                    dtype = torch.promote_types(parameter.dtype, torch.float32)
+                    self.state[parameter]["momentum_buffer"] = own["momentum_buffer"].to(parameter.device, dtype)
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        """Add the options that a group, or a saved one, leaves out."""
+        for option, default in self._options[group["algorithm"]].items():
+            group.setdefault(option, default)
+
+    def _groups_of(self, algorithm: str) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["algorithm"] == algorithm]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            self._complete(group)
+        self._support_scaling()
+
+    def _support_scaling(self) -> None:
+        """Tell gradient scalers whether `step` obeys `found_inf` by itself: Muon's part can, AdamW's if it is fused."""
+        self._step_supports_amp_scaling = all(group["fused"] for group in self._groups_of("adamw"))
+
+
+def _no_matrix(group: Mapping[str, Any]) -> Exception | None:
+    """What is wrong with the first parameter of a group that Muon cannot train."""
+    names = group.get("param_names") or [f"number {number} of its group" for number in range(len(group["params"]))]
+    for name, parameter in zip(names, group["params"], strict=True):
+        if parameter.ndim != 2:
+            return ValueError(f"Muon trains matrices, and parameter {name} has shape {tuple(parameter.shape)}")
+        if not parameter.is_floating_point():
+            return TypeError(f"Muon trains real floating matrices, and parameter {name} is of {parameter.dtype}")
+    return None
+
+
+def _check_algorithms(saved: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse the state of another algorithm, which torch would load where the groups have as many parameters."""
+    theirs, ours = (
+        ", ".join(str(group.get("algorithm", "an optimizer of another kind")) for group in groups)
+        for groups in (saved, own)
+    )
+    if theirs != ours:
+        raise ValueError(f"its param groups were trained by {theirs or 'none'}, and those here are by {ours}")
