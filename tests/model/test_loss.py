@@ -87,6 +87,36 @@ def test_labels_of_a_narrow_integer_dtype_are_accepted() -> None:
     torch.testing.assert_close(causal_cross_entropy(logits, labels.int()), causal_cross_entropy(logits, labels))
 
 
+@pytest.mark.parametrize("label", [11, -1])
+def test_a_label_that_is_no_token_is_refused(label: int) -> None:
+    logits, labels = random_case()
+    labels[1, 2] = label
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        causal_cross_entropy(logits, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_of_the_size_of_the_logits_is_kept_besides_them(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 5, 40, dtype=dtype, requires_grad=True)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        causal_cross_entropy(logits, torch.randint(0, 40, (2, 5)))
+    large = [tensor for tensor in kept if tensor.numel() >= logits.numel()]
+    assert [tensor.data_ptr() for tensor in large] == [logits.data_ptr()]
+
+
+def test_the_gradient_is_the_same_under_function_transforms() -> None:
+    logits, labels = random_case()
+    leaf = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(causal_cross_entropy(leaf, labels), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda x: causal_cross_entropy(x, labels))(logits), expected)
+
+
 @pytest.mark.parametrize("shape", [(3, 4), (2, 6), (3, 7), (18,), (3, 6, 1)])
 def test_labels_of_another_shape_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
     logits, _ = random_case()

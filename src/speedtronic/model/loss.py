@@ -5,9 +5,12 @@ Legend: `B` batch, `T` sequence, `V` vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
 """The label of a position that is no target."""
@@ -29,10 +32,43 @@ def causal_cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
         ValueError: the labels fit neither form.
     """
     targets = _one_label_per_position(logits, labels)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_probabilities = F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=dtype)
-    total = F.nll_loss(log_probabilities, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    total, _ = _SummedCrossEntropy.apply(logits.flatten(0, 1), targets.flatten())  # type: ignore[no-untyped-call]
     return total, (targets != IGNORE_INDEX).sum()
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Σ log Σ exp(logits) - logits[target], which keeps the logits for the backward pass and nothing of their size.
+
+    A log-softmax would keep its result as well: for a large vocabulary the largest tensor of a model, in float32.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        normalizer = torch.logsumexp(wide, -1)
+        ignored = targets == IGNORE_INDEX
+        chosen = wide.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+        return (normalizer - chosen).masked_fill(ignored, 0.0).sum(), normalizer
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, None]:
+        if upstream is None:
+            return None, None
+        logits, targets, normalizer = ctx.saved_tensors
+        ignored = targets == IGNORE_INDEX
+        weight = upstream.expand_as(targets).masked_fill(ignored, 0.0).unsqueeze(-1)
+        gradient = torch.exp(logits - normalizer.unsqueeze(-1)).mul_(weight)
+        gradient.scatter_add_(-1, targets.masked_fill(ignored, 0).unsqueeze(-1), -weight)
+        return gradient.to(logits.dtype), None
 
 
 def causal_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
