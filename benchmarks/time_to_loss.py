@@ -211,8 +211,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--plot", type=Path, help="draw the curves into this SVG file")
     parser.add_argument("--json", action="store_true", help="one line for a program")
-    parser.add_argument("--only", choices=("by hand", "speedtronic"), help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", choices=("by hand", "speedtronic"), help="one run: a line [step, seconds, loss] each look"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of --only")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="in place of the example's values")
     args = parser.parse_args()
     if args.only is not None:

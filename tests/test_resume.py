@@ -211,6 +211,76 @@ def test_the_state_of_muon_is_refused_by_adamw_where_the_groups_have_the_same_si
             trainer(reads).resume(state)
 
 
+class TwoLayers(torch.nn.Module):
+    """Two layers of one shape, and two that are each other's transpose, of which `frozen` and `adamws` are told."""
+
+    def __init__(self, frozen: str | None = None, adamws: str | None = None) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.up, self.down = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
+        self.end = torch.nn.Linear(3, 1)
+        if frozen is not None:
+            self.get_submodule(frozen).requires_grad_(False)
+        if adamws is not None:
+            self.get_submodule(adamws)._speedtronic_optimizer_role = "adamw"  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.down(self.up(self.second(self.first(x).tanh()).tanh()))
+        return {"loss": torch.nn.functional.mse_loss(self.end(hidden), y)}
+
+
+def two_layers(optimizer: dict[str, Any], model: TwoLayers) -> Any:
+    from tests.support.models import make_trainer
+
+    config = SpeedtronicConfig.from_dict({"optimizer": optimizer})
+    return make_trainer(model, optimizer=build_optimizer(model, config, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrote", "reads", "told"),
+    [
+        *[
+            (
+                name,
+                {"frozen": "first"},
+                {"frozen": "second"},
+                r"first\.weight was not trained there.*second\.bias is",
+            )
+            for name in ("adamw", "muon")
+        ],
+        ("muon", {"adamws": "first"}, {"adamws": "second"}, "in other groups"),
+        ("muon", {"adamws": "up"}, {"adamws": "down"}, "in other groups"),
+    ],
+)
+def test_the_state_of_other_parameters_is_refused_where_they_are_as_many(
+    name: str, wrote: dict[str, str], reads: dict[str, str], told: str
+) -> None:
+    """torch goes by their number alone, and would give each the moments of another."""
+    first = two_layers({"name": name}, TwoLayers(**wrote))
+    first.fit(2)
+    state = first.state_dict()
+    with pytest.raises(CheckpointError, match=rf"does not fit this optimizer: .*{told}"):
+        two_layers({"name": name}, TwoLayers(**reads)).resume(state)
+    again = two_layers({"name": name}, TwoLayers(**wrote))
+    again.resume(state)
+    assert again.fit(3).steps == 3
+
+
+def test_names_are_no_hindrance_where_one_side_has_none_or_is_compiled() -> None:
+    first = two_layers({}, TwoLayers())
+    first.fit(2)
+    state = first.state_dict()
+    groups = state["optimizer"]["param_groups"]
+    for group in groups:
+        group["param_names"] = [f"_orig_mod.{name}" for name in group["param_names"]]
+    two_layers({}, TwoLayers()).resume(state)
+    for group in groups:
+        del group["param_names"]
+    second = two_layers({}, TwoLayers())
+    second.resume(state)
+    assert second.optimizer.param_groups[0]["param_names"][0] == "first.weight"
+
+
 @pytest.mark.slow
 def test_a_compiled_run_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     straight, parts = (option_config({"compile": True}, folder, tmp_path / part) for part in ("straight", "parts"))

@@ -18,9 +18,10 @@ from torch import nn
 
 from speedtronic import runtime
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
+from speedtronic.config import ConfigError, ModelConfig, SpeedtronicConfig, load_config
 from speedtronic.data import CharTokenizer, ShardWriter
 from speedtronic.errors import CheckpointError, DeviceError, NotBuiltError, RunLockedError
+from speedtronic.model import build_reference_transformer
 from speedtronic.optimizers.adamw import CautiousAdamW
 from speedtronic.optimizers.hybrid import HybridOptimizer
 from speedtronic.registry import registry
@@ -490,6 +491,27 @@ def test_a_changed_model_is_an_error_that_names_the_tensors(tmp_path: Path) -> N
         build_runtime(tiny(tmp_path, model={"d_model": 32}), resume=True)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_other_frozen_parameters_are_an_error_that_names_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(config: ModelConfig, frozen: str) -> nn.Module:
+        model = build_reference_transformer(config.model_copy(update={"extra": {}}))
+        model.get_parameter(f"transformer.h.0.attn.{frozen}.weight").requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    registry.register("partly-frozen", without)
+
+    def config(frozen: str) -> dict[str, Any]:
+        return tiny(tmp_path, model={"name": "partly-frozen", "extra": {"frozen": frozen}}, optimizer={"name": name})
+
+    train_from_config(config("q_proj"), max_steps=2)
+    with pytest.raises(CheckpointError, match=r"attn\.q_proj\.weight was not trained there; .*out_proj\.weight is not"):
+        build_runtime(config("out_proj"), resume=True)
+    assert train_from_config(config("q_proj"), resume=True).steps == 4
+
+
 def test_checkpoints_present_but_none_sound_is_an_error(tmp_path: Path) -> None:
     train_from_config(tiny(tmp_path))
     for weights in tmp_path.glob("checkpoints/*/model.safetensors"):
@@ -625,6 +647,21 @@ def test_what_fits_is_loaded_on_request_and_the_rest_is_a_warning(
     shown = capsys.readouterr().out
     assert "transformer.h.1.attn.q_proj.weight is missing there" in shown
     assert torch.equal(second.model.get_parameter("lm_head.weight"), first.model.get_parameter("lm_head.weight"))
+
+
+def test_weights_that_were_trained_to_compute_something_else_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_from_config(tiny(tmp_path / "first"))
+    run = {"init_from": str(tmp_path / "first")}
+    capsys.readouterr()
+    build_runtime(tiny(tmp_path / "same", run=run))
+    assert "something else" not in capsys.readouterr().out
+    build_runtime(tiny(tmp_path / "other", run=run, model={"qk_norm": True, "rope_base": 500.0}))
+    shown = capsys.readouterr().out
+    assert "its weights were trained to compute something else than they do here" in shown
+    assert "model.rope_base is 10000.0 there and 500.0 here" in shown
+    assert "model.qk_norm is False there and True here" in shown
 
 
 def test_weights_of_another_tokenizer_are_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from speedtronic.checkpoint import CheckpointManager, RunLock
-from speedtronic.checkpoint.llama import MODEL_NAMES, reference_names
+from speedtronic.checkpoint.llama import MODEL_NAMES, hidden_differences, reference_names
 from speedtronic.checkpoint.weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.data import Tokenizer, TrainingData, build_data
@@ -282,11 +282,19 @@ def _start_from(
         raise CheckpointError(f"run.init_from: {error}") from error
     averaged = ", of its averaged weights (optimizer.ema)" if weights.averaged else ""
     logger.info(f"starting from {len(weights.loaded)} tensors of {weights.source}{averaged}")
+    if section.name in MODEL_NAMES and weights.model is not None:
+        _warn_of_another_model(weights.source, hidden_differences(weights.model, section), logger)
     if tokenizer is not None and weights.tokenizer not in (None, tokenizer.spec()):
         logger.warning(
             f"{weights.source}: its weights were trained with another tokenizer than that of this data, so its token "
             "ids mean something else here"
         )
+
+
+def _warn_of_another_model(source: Path, differences: list[str], logger: MetricLogger) -> None:
+    if differences:
+        listed = "\n  ".join(differences)
+        logger.warning(f"{source}: its weights were trained to compute something else than they do here:\n  {listed}")
 
 
 def _pins_memory(config: SpeedtronicConfig, device: torch.device) -> bool:
@@ -367,10 +375,11 @@ def _show_changes(logger: MetricLogger, saved: Mapping[str, Any], config: Speedt
 def _let_the_config_win(state: dict[str, Any], trainer: Trainer) -> None:
     """Put the freshly built optimizer's options (LR, weight decay, betas, …) in place of the checkpoint's.
 
-    But its `algorithm` stays, which tells whose state it holds.
+    But its `algorithm` and `param_names` stay, which tell whose state it holds.
     """
+    of_the_state = ("params", "algorithm", "param_names")
     saved = state["optimizer"]["param_groups"]
     for group, own in zip(saved, trainer.optimizer.param_groups, strict=False):
-        group.update({key: value for key, value in own.items() if key not in ("params", "algorithm")})
+        group.update({key: value for key, value in own.items() if key not in of_the_state})
     if state["scheduler"] is not None and isinstance(trainer.scheduler, LambdaLR):
         state["scheduler"]["base_lrs"] = list(trainer.scheduler.base_lrs)

@@ -177,6 +177,13 @@ def test_a_llama_of_equal_shapes_that_computes_something_else_is_refused() -> No
     assert "model.rope_base is 10000.0 there and 500.0 here" in str(error.value)
 
 
+def test_a_llama_is_no_model_with_normalised_heads() -> None:
+    theirs = list(to_llama(build_reference_transformer(GROUPED).state_dict()).values())
+    normalised = GROUPED.model_copy(update={"qk_norm": True})
+    with pytest.raises(CheckpointError, match="model.qk_norm is False there and True here"):
+        reference_names(normalised, config_of(GROUPED), theirs, norm_eps=NORM_EPS)
+
+
 def test_a_llama_without_a_configuration_is_refused() -> None:
     theirs = list(to_llama(build_reference_transformer(GROUPED).state_dict()).values())
     with pytest.raises(CheckpointError, match="model_type is None, not 'llama'"):

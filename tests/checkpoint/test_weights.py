@@ -51,7 +51,12 @@ def assert_equal(first: nn.Module, second: nn.Module) -> None:
 
 
 def save_checkpoint(folder: Path, model: nn.Module, step: int = 1, manager: CheckpointManager | None = None) -> Path:
-    state = {"model": model.state_dict(), "optimizer": {"big": torch.zeros(100)}, "tokenizer": {"kind": "bytes"}}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": {"big": torch.zeros(100)},
+        "tokenizer": {"kind": "bytes"},
+        "config": {"model": {"name": "net"}},
+    }
     return (manager or CheckpointManager(folder)).save(step, state)
 
 
@@ -68,7 +73,7 @@ def test_a_safetensors_file_fills_the_model(tmp_path: Path) -> None:
     assert model.head.weight is model.embed.weight
     assert loaded.source == path
     assert loaded.loaded == ("count", "embed.weight", "inner.weight", "inner.bias", "head.weight")
-    assert loaded.tokenizer is None
+    assert (loaded.tokenizer, loaded.model) == (None, None)
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "renamed", "checkpoints", "run"])
@@ -82,6 +87,7 @@ def test_one_of_our_checkpoints_fills_the_model(what: str, tmp_path: Path) -> No
     assert_equal(model, source)
     assert loaded.source == checkpoint
     assert loaded.tokenizer == {"kind": "bytes"}
+    assert loaded.model == {"name": "net"}
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "run"])

@@ -414,6 +414,11 @@ def test_all_problems_of_a_section_come_at_once() -> None:
         (ModelConfig, {"n_kv_head": 3}, "model.n_kv_head: 3 must divide model.n_head, which is 8"),
         (ModelConfig, {"n_kv_head": 16}, "model.n_kv_head: 16 must divide model.n_head, which is 8"),
         (
+            ModelConfig,
+            {"ngram_order": 9, "max_seq_len": 8},
+            "model.ngram_order: 9 must be at most model.max_seq_len, which is 8",
+        ),
+        (
             DataConfig,
             {"micro_batch_size": 4, "target_batch_size": 6},
             "data.target_batch_size: 6 must be a multiple of data.micro_batch_size (4), such as 8",
@@ -432,6 +437,14 @@ def test_all_problems_of_a_section_come_at_once() -> None:
             for source in ({}, {"text_path": "a.txt"}, {"shards": "b", "dataset": "my_pkg.data:build"})
         ],
         (OptimizerConfig, {"muon_plus": True}, "optimizer.muon_plus: needs optimizer.name: muon, not adamw"),
+        *[
+            (
+                OptimizerConfig,
+                {"name": name, "cautious_rescale": True},
+                "optimizer.cautious_rescale: needs optimizer.cautious: true; there is no other update to scale",
+            )
+            for name in ("adamw", "muon")
+        ],
         (
             PrecisionConfig,
             {"mode": "fp16", "dtype": "bfloat16"},

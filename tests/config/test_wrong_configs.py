@@ -95,6 +95,10 @@ WRONG = {
         "muon_plus: true\n",
         ":1: optimizer.muon_plus: needs optimizer.name: muon, not adamw",
     ),
+    "cautious_rescale without cautious": (
+        "optimizer:\n  cautious_rescale: true\n",
+        ":2: optimizer.cautious_rescale: needs optimizer.cautious: true; there is no other update to scale",
+    ),
     "shorthand that contradicts its section": (
         "run:\n  max_steps: 10\nmax_steps: 20\n",
         ":3: max_steps: contradicts run.max_steps; give one of the two",

@@ -179,6 +179,44 @@ def test_a_projection_that_was_replaced_or_watched_is_called_by_itself() -> None
     torch.testing.assert_close(model(tokens())["logits"], expected)
 
 
+class Quantised(Tensor):
+    """A weight that cannot be laid beside others, and counts the products that it is in."""
+
+    products = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.cat
+        cls.products += func is F.linear
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if func is Tensor.detach else result
+
+
+def test_a_projection_with_a_forward_or_a_kind_of_weight_of_its_own_is_called_by_itself() -> None:
+    model = tiny()
+    expected = model(tokens())["logits"]
+    attention = model.blocks[0].attn
+    assert isinstance(attention, CausalSelfAttention)
+    attention.q_proj.weight = nn.Parameter(attention.q_proj.weight.detach().as_subclass(Quantised))
+    torch.testing.assert_close(model(tokens())["logits"], expected)
+    assert Quantised.products == 1
+    # As programs that move weights between devices put it there.
+    attention.k_proj.forward = lambda x: 0 * x[..., : attention.k_proj.out_features]  # type: ignore[method-assign]
+    assert not torch.equal(model(tokens())["logits"], expected)
+
+
+def test_an_empty_batch_has_empty_logits() -> None:
+    empty = torch.zeros(0, 8, dtype=torch.long)
+    assert tiny(qk_norm=True, ngram_order=3)(empty)["logits"].shape == (0, 8, TINY["vocab_size"])
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_rms_norm_refuses_another_width(width: int) -> None:
+    with pytest.raises(RuntimeError, match=r"normalized_shape=\[8\]"):
+        RMSNorm(8)(torch.randn(2, width))
+
+
 def test_rms_norm_has_the_gradients_of_torchs_own() -> None:
     norm = RMSNorm(8, eps=1e-3)
     nn.init.normal_(norm.weight)
@@ -326,6 +364,7 @@ def test_a_config_and_arguments_together_are_a_type_error() -> None:
         ({"rope_base": 0.0}, "rope_base"),
         ({"ngram_order": 0}, "ngram_order must be a whole number of at least 1, not 0"),
         ({"ngram_buckets": 0}, "ngram_buckets"),
+        ({"ngram_order": 17, "block_size": 16}, "ngram_order 17 exceeds block_size 16"),
     ],
 )
 def test_a_bad_value_is_a_config_error_and_a_value_error(options: dict[str, Any], message: str) -> None:

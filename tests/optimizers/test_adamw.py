@@ -682,11 +682,12 @@ def test_a_sparse_gradient_is_refused_before_anything_changes(cautious: bool) ->
 def test_a_complex_parameter_is_refused_before_anything_changes() -> None:
     other, weight = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, dtype=torch.complex64))
     other.grad, weight.grad = torch.ones(2), torch.ones(3, dtype=torch.complex64)
-    optimizer = CautiousAdamW([other, weight])
-    with pytest.raises(TypeError, match=r"shape \(3,\) is complex"):
-        optimizer.step()
-    assert torch.equal(other.detach(), torch.ones(2))
-    assert not optimizer.state
+    for groups in ([{"params": [other, weight]}], [{"params": [other]}, {"params": [weight]}]):
+        optimizer = CautiousAdamW(groups)
+        with pytest.raises(TypeError, match=r"shape \(3,\) is complex"):
+            optimizer.step()
+        assert torch.equal(other.detach(), torch.ones(2))
+        assert not optimizer.state
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])

@@ -404,6 +404,46 @@ def test_a_base_that_evaluates_more_than_once_may() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_step_that_overshoots_is_kept_since_it_went_down_the_gradient_it_started_with(set_to_none: bool) -> None:
+    """At 1.0 the slope of x² is 2; LBFGS goes to -0.5, where it is -1 and would disagree."""
+    weight, twin = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    base = torch.optim.LBFGS([twin], lr=1.5, max_iter=2)
+    optimizer = CautiousOptimizer(torch.optim.LBFGS([weight], lr=1.5, max_iter=2))
+
+    def slope_of(parameter: nn.Parameter) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            (optimizer if parameter is weight else base).zero_grad(set_to_none)
+            loss = parameter.square().sum()
+            loss.backward()
+            return loss
+
+        return closure
+
+    base.step(slope_of(twin))
+    optimizer.step(slope_of(weight))
+    assert weight.item() == pytest.approx(-0.5)
+    assert torch.equal(weight, twin)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_base_that_maximises_climbs(kind: Any) -> None:
+    def run(maximize: bool, sign: float) -> list[Tensor]:
+        weights = some_weights()
+        optimizer = CautiousOptimizer(kind(weights, lr=0.1, weight_decay=0.1, maximize=maximize))
+        for step in range(5):
+            give_gradients(weights, step)
+            for weight in weights:
+                assert weight.grad is not None
+                weight.grad *= sign
+            optimizer.step()
+        return weights_of(optimizer)
+
+    climbed = run(True, 1.0)
+    assert_equal(climbed, run(False, -1.0))
+    assert all(not torch.equal(new, old) for new, old in zip(climbed, some_weights(), strict=True))
+
+
 def test_a_gradient_scaler_skips_an_overflow_on_the_host() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 3)

@@ -67,6 +67,7 @@ def names_of(model: nn.Module, group: dict[str, Any]) -> set[str]:
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = Block()
     decayed, plain = parameter_groups(model, weight_decay=0.1, decay_1d=False)
+    assert decayed["param_names"] == ["embedding.weight", "linear.weight"]
     assert names_of(model, decayed) == {"embedding.weight", "linear.weight"}
     assert names_of(model, plain) == {"linear.bias", "norm.weight", "norm.bias"}
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
@@ -306,6 +307,20 @@ def test_the_fused_kernel_of_a_hybrid_falls_back_as_adamws_does(
     optimizer = build_hybrid(Block(), section(name="muon", fused=True), CPU)
     assert not optimizer.param_groups[0]["fused"]
     assert "no fused kernel" in caplog.text
+
+
+@pytest.mark.parametrize("keys", [{}, {"name": "muon"}])
+def test_complex_parameters_choose_the_ordinary_kernel_and_are_trained(
+    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "supports_fused_adamw", lambda device: True)
+    model = nn.Linear(3, 3)
+    model.register_parameter("spectrum", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    optimizer = build_optimizer(model, SpeedtronicConfig.from_dict({"optimizer": keys}), CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not torch.equal(model.get_parameter("spectrum").detach(), torch.ones(3, dtype=torch.complex64))
 
 
 # ---------------------------------------------------------------- every option set

@@ -184,11 +184,29 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     assert len(optimizer.state) == 2
 
 
-def test_a_sparse_gradient_is_refused() -> None:
+@pytest.mark.parametrize("name", ["wide", "table", "bias"])
+def test_a_sparse_gradient_is_refused_before_anything_changes(name: str) -> None:
     weights, optimizer = build()
-    weights.by_name["wide"].grad = torch.eye(3, 5).to_sparse()
+    before = weights.copies()
+    weights.set_gradients(0)
+    weights.by_name[name].grad = torch.ones_like(weights.by_name[name]).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
         optimizer.step()
+    assert_same(weights.copies(), before)
+    assert not optimizer.state
+
+
+def test_a_complex_parameter_of_a_cautious_step_is_refused_before_anything_changes() -> None:
+    weights, optimizer = build(cautious=True)
+    spectrum = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer.add_param_group({"params": [spectrum], "algorithm": "adamw"})
+    before = weights.copies()
+    weights.set_gradients(0)
+    spectrum.grad = torch.ones_like(spectrum)
+    with pytest.raises(TypeError, match=r"shape \(3,\) is complex"):
+        optimizer.step()
+    assert_same(weights.copies(), before)
+    assert not optimizer.state
 
 
 # ---------------------------------------------------------------- groups
@@ -422,6 +440,20 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="trained by adamw, adamw, adamw"):
         optimizer.load_state_dict(swapped.state_dict())
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("names", [("wide", "tall"), ("table", "tall")], ids=["muon", "muon and adamw"])
+def test_the_state_of_parameters_of_other_shapes_is_refused(names: tuple[str, str]) -> None:
+    weights, optimizer = build()
+    other = Weights()
+    first, second = names
+    other.by_name[first], other.by_name[second] = other.by_name[second], other.by_name[first]
+    swapped = HybridOptimizer(other.groups(), lr=0.05)
+    train(other, swapped, range(1))
+    with pytest.raises(ValueError, match=r"of a parameter of shape \(., .\) has shape \(., .\)"):
+        optimizer.load_state_dict(swapped.state_dict())
+    assert not optimizer.state
+    assert_same(train(weights, optimizer), train(*build()))
 
 
 # ---------------------------------------------------------------- overflow

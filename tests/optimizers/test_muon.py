@@ -207,6 +207,20 @@ def test_it_goes_on_from_the_state_of_torchs_muon_and_back() -> None:
     train(reference, weights, steps=1)
 
 
+def test_a_state_of_torchs_muon_brings_its_scale_and_leaves_the_options_that_it_lacks() -> None:
+    whole, wide = parameters([(6, 4), (4, 9)])
+    groups = [{"params": [whole], "split": (2, 4), "cautious": True}, {"params": [wide], "muon_plus": True}]
+    for adjust, scale in ((None, "original"), ("original", "original"), ("match_rms_adamw", "match_rms_adamw")):
+        reference = torch.optim.Muon([{"params": [weight]} for weight in (whole, wide)], adjust_lr_fn=adjust)
+        optimizer = Muon([dict(group) for group in groups], 0.5, scale="match_rms_adamw")
+        optimizer.load_state_dict(reference.state_dict())
+        first, second = optimizer.param_groups
+        assert (first["split"], first["cautious"], first["muon_plus"]) == ((2, 4), True, False)
+        assert (second["split"], second["cautious"], second["muon_plus"]) == (None, False, True)
+        assert [group["scale"] for group in optimizer.param_groups] == [scale, scale]
+        assert not {"adjust_lr_fn", "ns_coefficients"} & first.keys()
+
+
 # ---------------------------------------------------------------------- stacks
 
 
@@ -646,6 +660,7 @@ def test_a_split_that_does_not_make_up_the_weight_is_refused(split: tuple[int, .
         ("momentum", 1.0),
         ("momentum", -0.1),
         ("ns_steps", 0),
+        ("ns_steps", 2.5),
         ("weight_decay", -1.0),
         ("eps", 0.0),
         ("norm_eps", -1e-8),

@@ -336,8 +336,10 @@ def test_what_is_not_real_floating_is_refused_with_its_dtype(dtype: torch.dtype)
 
 
 def test_an_argument_that_is_out_of_range_is_named() -> None:
-    with pytest.raises(ValueError, match="steps must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, not 0"):
         newton_schulz(torch.zeros(3, 3), 0)
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 1, not 2.5"):
+        newton_schulz(torch.zeros(3, 3), 2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="eps must be positive"):
         newton_schulz(torch.zeros(3, 3), eps=0.0)
     with pytest.raises(ValueError, match="coefficients must be one of quintic, polar_express, not 'cubic'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,51 @@ def test_the_average_follows_weights_that_a_coordinator_installs() -> None:
     begin = ours.model.get_parameter("linear.bias").item()
     ours.fit(2)
     assert averages(ours)["linear.bias"].item() == pytest.approx(0.25 * begin + 0.25 * 1 + 0.5 * 2)
+
+
+def test_the_average_begins_with_the_weights_that_a_coordinator_starts_with() -> None:
+    class Joining:
+        def start(self) -> None:
+            nn.init.constant_(ours.model.get_parameter("linear.bias"), 7.0)
+
+        def after_optimizer_step(self, model: nn.Module, step: int) -> bool:
+            nn.init.constant_(model.get_parameter("linear.bias"), 8.0)
+            return False
+
+        def stop(self) -> None: ...
+
+        def state_dict(self) -> None: ...
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    ours = averaging(0.5, coordinator=Joining())
+    ours.fit(1)
+    assert averages(ours)["linear.bias"].item() == 7.5
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_where_other_weights_are_trained_than_before_the_average_begins_anew_and_says_so(replaced: bool) -> None:
+    stream = StringIO()
+    model = Regression()
+    model.linear.weight.requires_grad_(replaced)
+    ours = averaging(0.5, model=model, logger=MetricLogger(stream=stream))
+    ours.fit(1)
+    ours.fit(2)
+    assert "begins anew" not in stream.getvalue()
+    if replaced:
+        model.linear.weight = nn.Parameter(torch.ones(1, 3))
+        ours.optimizer.add_param_group({"params": [model.linear.weight]})
+    else:
+        model.linear.weight.requires_grad_(True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ours.fit(3)
+    assert "begins anew" in stream.getvalue()
+    assert averages(ours).keys() == before.keys()
+    for name, average in averages(ours).items():
+        assert torch.equal(average, before[name].lerp(model.get_parameter(name).detach(), 0.5))
+    shown = ours.averaged_model
+    assert shown is not None
+    assert shown.get_parameter("linear.weight") is not model.linear.weight
 
 
 def test_a_model_that_was_compiled_by_hand_is_averaged_under_its_plain_names() -> None:

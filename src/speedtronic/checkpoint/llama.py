@@ -18,6 +18,8 @@ from speedtronic.errors import CheckpointError, ConfigError
 MODEL_NAMES = ("reference_transformer", "gpt")
 """What `model.name` says of the reference transformer."""
 
+# Options of the reference transformer that no tensor's shape tells.
+_WITHOUT_SHAPE = ("n_head", "n_kv_head", "rope_base", "qk_norm")
 _EMBEDDING, _HEAD, _NORM = "transformer.wte.weight", "lm_head.weight", "transformer.norm.weight"
 _TOP = {_EMBEDDING: "model.embed_tokens.weight", _NORM: "model.norm.weight", _HEAD: "lm_head.weight"}
 _BLOCK = {
@@ -161,14 +163,24 @@ def reference_names(
     if _TOP[_EMBEDDING] not in names:
         return {name: name for name in names}
     theirs = reference_model(config, norm_eps=norm_eps)
-    differences = [
-        f"model.{key} is {getattr(theirs, key)} there and {getattr(model, key)} here"
-        for key in ("n_head", "n_kv_head", "rope_base")
-        if getattr(theirs, key) != getattr(model, key)
-    ]
-    if differences:
+    if differences := hidden_differences(theirs.model_dump(), model):
         raise CheckpointError("this Llama computes something else than this model:\n  " + "\n  ".join(differences))
     return from_llama(names)
+
+
+def hidden_differences(theirs: Mapping[str, Any], ours: ModelConfig) -> list[str]:
+    """Where two reference transformers compute something else from tensors of the same shapes.
+
+    Args:
+        theirs: the `model` section of one; an option that it lacks has its default.
+        ours: that of the other.
+    """
+    options = {key: theirs.get(key, ModelConfig.model_fields[key].default) for key in _WITHOUT_SHAPE}
+    return [
+        f"model.{key} is {value} there and {getattr(ours, key)} here"
+        for key, value in options.items()
+        if value != getattr(ours, key)
+    ]
 
 
 def _renamed(

@@ -49,12 +49,14 @@ class InitialWeights:
         loaded: names of the model's tensors that have their values from there, in the order of its `state_dict`.
         tokenizer: the `spec` of the tokenizer that they were trained with; None where the source does not say.
         averaged: whether they are the averaged weights of a run with `optimizer.ema`.
+        model: the `model` section of the configuration that they were trained with; None where the source does not say.
     """
 
     source: Path
     loaded: tuple[str, ...]
     tokenizer: dict[str, Any] | None
     averaged: bool
+    model: dict[str, Any] | None
 
 
 def _warn(message: str) -> None:
@@ -102,7 +104,7 @@ def load_initial_weights(
     fitting = {name: stored for name, stored in offered.items() if name in own and _fits(stored.place, own[name])}
     _copy(fitting, own)
     loaded = tuple(name for name in own if name in fitting)
-    return InitialWeights(source.path, loaded, source.tokenizer, source.averaged)
+    return InitialWeights(source.path, loaded, source.tokenizer, source.averaged, source.model)
 
 
 # ---------------------------------------------------------------------- finding
@@ -115,6 +117,7 @@ class _Source:
     tokenizer: dict[str, Any] | None = None
     is_hugging_face: bool = False
     averaged: bool = False
+    model: dict[str, Any] | None = None
 
 
 def _find(path: Path, warn: Callable[[str], None]) -> _Source:
@@ -173,11 +176,17 @@ def _contents(checkpoint: Path) -> _Source:
     trees = _read_json(checkpoint / STATE_TREE)
     state = trees.get("state")
     with reading(checkpoint / STATE_TREE):
-        tokenizer = decode(state.get("tokenizer"), {}) if isinstance(state, dict) else None
+        saved = state if isinstance(state, dict) else {}
+        tokenizer, config = (decode(saved.get(part), {}) for part in ("tokenizer", "config"))
     with reading(checkpoint):
         average = stored_average(FileSystem(), checkpoint, trees)
     tensors = _tensors_of_file(checkpoint / MODEL_TENSORS) | average
-    return _Source(checkpoint, tensors, tokenizer, averaged=bool(average))
+    return _Source(checkpoint, tensors, tokenizer, averaged=bool(average), model=_model_section(config))
+
+
+def _model_section(config: Any) -> dict[str, Any] | None:
+    section = config.get("model") if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else None
 
 
 def _tensors_of_index(index: Path) -> dict[str, StoredTensor]:

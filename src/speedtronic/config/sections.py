@@ -203,7 +203,8 @@ class ModelConfig(Section):
     qk_norm: bool = Field(default=False, description="Normalise the queries and keys of each head.")
     ngram_order: Size = Field(
         default=1,
-        description="Longest run of tokens with an embedding of its own, added to the last token's; 1 has none.",
+        description="Longest run of tokens, at most max_seq_len, with an embedding of its own, which is added to the "
+        "last token's. Each length above 1 takes ngram_buckets · d_model weights.",
     )
     ngram_buckets: Size = Field(default=4096, description="Rows of each table of runs; runs are hashed to them.")
     gradient_checkpointing: bool = Field(
@@ -218,6 +219,9 @@ class ModelConfig(Section):
             yield "d_model", f"{width} must be divisible by model.n_head, which is {heads}"
         if heads and kv_heads and heads % kv_heads:
             yield "n_kv_head", f"{kv_heads} must divide model.n_head, which is {heads}"
+        order, length = values.get("ngram_order"), values.get("max_seq_len")
+        if order and length and order > length:
+            yield "ngram_order", f"{order} must be at most model.max_seq_len, which is {length}"
 
     def resolve(self) -> None:
         self.follow("n_kv_head", self.n_head)
@@ -323,7 +327,8 @@ class OptimizerConfig(Section):
         default=False, description="Keep only the entries of an update whose sign agrees with the gradient."
     )
     cautious_rescale: bool = Field(
-        default=False, description="Scale a cautious update up by the share of entries that were dropped."
+        default=False,
+        description="Multiply what a cautious update keeps of each parameter by entries / (kept + 1); needs cautious.",
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
@@ -351,6 +356,8 @@ class OptimizerConfig(Section):
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if values.get("muon_plus") and values.get("name") == "adamw":
             yield "muon_plus", "needs optimizer.name: muon, not adamw"
+        if values.get("cautious_rescale") and values.get("cautious") is False:
+            yield "cautious_rescale", "needs optimizer.cautious: true; there is no other update to scale"
 
     def resolve(self) -> None:
         self.follow("muon_lr", self.lr)
@@ -373,7 +380,7 @@ class SchedulerConfig(Section):
         default=0.1, description="Learning rate at the end, as a share of the peak."
     )
     decay_steps: Count | None = Field(
-        default=None, description="Updates of the final decay of wsd; null leaves the schedule's own choice."
+        default=None, description="Updates of the final decay of wsd. Null: a fifth of max_steps."
     )
 
 

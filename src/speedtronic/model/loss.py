@@ -32,8 +32,16 @@ def causal_cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
         ValueError: the labels fit neither form.
     """
     targets = _one_label_per_position(logits, labels)
-    total, _ = _SummedCrossEntropy.apply(logits.flatten(0, 1), targets.flatten())  # type: ignore[no-untyped-call]
-    return total, (targets != IGNORE_INDEX).sum()
+    return _summed_cross_entropy(logits.flatten(0, 1), targets.flatten()), (targets != IGNORE_INDEX).sum()
+
+
+def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        # A compiler decides by itself what is kept and what is computed again.
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    total: Tensor = _SummedCrossEntropy.apply(logits, targets)[0]  # type: ignore[no-untyped-call]
+    return total
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

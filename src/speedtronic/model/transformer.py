@@ -90,6 +90,10 @@ class GPTConfig:
         object.__setattr__(self, "d_ff", 4 * self.d_model if self.d_ff is None else self.d_ff)
         self._check_sizes()
         self._check_heads()
+        if self.ngram_order > self.block_size:
+            raise ConfigError(
+                f"ngram_order {self.ngram_order} exceeds block_size {self.block_size}: no run is longer than a sequence"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be in [0, 1), not {self.dropout!r}")
         if not self.rope_base > 0.0:
@@ -170,7 +174,8 @@ class RMSNorm(nn.Module):
             # torch's kernel wants equal dtypes, and warns about a half-precision input with float32 weights.
             wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
             return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
-        if _torch_is_slow_with_norms_of(x):
+        # torch's kernel refuses another width, which the product below would spread where it is one.
+        if x.shape[-1:] == self.weight.shape and _torch_is_slow_with_norms_of(x):
             return unit_rms(x, self.eps) * self.weight
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -274,7 +279,8 @@ def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
     """`torch.cat([projection(x) for projection in projections], -1)`, as one matrix product where that is the same.
 
     The weights stay parameters of their own, and are laid beside each other at each call: a copy of them is little
-    beside the product. A projection that was replaced, or that has hooks, is called by itself.
+    beside the product. A projection that was replaced, that has hooks, a forward or a kind of weight of its own (such
+    as a quantised one, which may not be laid beside others), is called by itself.
     """
     if not all(_is_plain(projection) for projection in projections):
         return torch.cat([projection(x) for projection in projections], -1)
@@ -283,7 +289,10 @@ def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
 
 def _is_plain(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and module._parameters.get("bias") is None and not any(hooks)
+    if type(module) is not nn.Linear or any(hooks) or "forward" in module.__dict__:
+        return False
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return type(weight) in (nn.Parameter, Tensor) and bias is None
 
 
 class CausalSelfAttention(nn.Module):
@@ -314,7 +323,7 @@ class CausalSelfAttention(nn.Module):
         """
         batch, length, width = x.shape
         product = fused_product(x, self.q_proj, self.k_proj, self.v_proj)
-        heads = product.view(batch, length, -1, self.head_size)
+        heads = product.view(batch, length, self.n_head + 2 * self.n_kv_head, self.head_size)
         turned, value = torch.split(heads, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
         if self.qk_norm:
             turned = unit_rms(turned)
@@ -335,8 +344,8 @@ class CausalSelfAttention(nn.Module):
 class NGramEmbedding(nn.Module):
     """The sum of an embedding for each run of 2 … n tokens that ends at a position.
 
-    A run is hashed to a row of its length's table. Where it would reach beyond the start of its document, or into
-    padding, it is the run that begins with nothing.
+    A run is hashed to a row of its length's table. What stands before the first token, padding, and tokens of other
+    documents count as nothing in it.
     """
 
     def __init__(self, config: GPTConfig) -> None:

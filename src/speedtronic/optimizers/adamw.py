@@ -113,12 +113,14 @@ class CautiousAdamW(torch.optim.AdamW):
 
         Raises:
             TypeError: a parameter is complex.
-            RuntimeError: a gradient is sparse.
+            RuntimeError: a gradient is sparse. Nothing has changed then, as after the other.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            check_group(group, cautious=True)
         # A gradient scaler, or the trainer's guard, hands its verdict over as attributes for the time of the step.
         verdict = {name: vars(self).get(name) for name in ("grad_scale", "found_inf")}
         for group in self.param_groups:
@@ -177,7 +179,7 @@ def adamw_step(
     if not fused and (grad_scale is not None or found_inf is not None):
         raise ValueError("only the fused kernel takes grad_scale and found_inf: build the optimizer with fused=True")
     for group in groups:
-        _check(group, cautious=cautious)
+        check_group(group, cautious=cautious)
     if found_inf is not None:
         found_inf = found_inf.reshape(())
     for group in groups:
@@ -193,7 +195,8 @@ def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
     return [parameter for parameter in group["params"] if parameter.grad is not None]
 
 
-def _check(group: dict[str, Any], *, cautious: bool) -> None:
+def check_group(group: dict[str, Any], *, cautious: bool) -> None:
+    """Raise what `adamw_step` raises for the options and gradients of a param group."""
     _check_options(group, cautious=cautious)
     for parameter in _with_gradient(group):
         refuse_sparse(parameter)

@@ -48,7 +48,10 @@ def rescaling(kept: Tensor, weight: Tensor) -> Tensor:
 class CautiousOptimizer(torch.optim.Optimizer):
     """Make any optimizer cautious: after its step, keep the entries of the change whose sign opposes the gradient's.
 
-    It costs a copy of every parameter that has a gradient, held during the step, and some passes over all of them.
+    With a base that maximises, those whose sign is the gradient's. The gradient is that at the start of the step.
+
+    It costs a copy of every parameter that has a gradient, held during the step, one of the gradients too if the step
+    has a closure, and some passes over all of them.
     `CautiousAdamW`, and `cautious` of `Muon` and `HybridOptimizer`, do the same without the copy.
 
     Decoupled weight decay is applied outside the mask: the base steps with its `weight_decay` at 0, and the weight is
@@ -108,10 +111,13 @@ class CautiousOptimizer(torch.optim.Optimizer):
             refuse_complex(parameter)
             refuse_sparse(parameter)
         before = [parameter.clone() for parameter, _ in moving]
+        # A base that calls the closure again leaves the gradients of where it came to.
+        slopes = [parameter.grad if closure is None else parameter.grad.clone() for parameter, _ in moving]
         with self._undecayed():
             loss = self.base.step() if closure is None else self.base.step(closure)
-        for (parameter, group), old in zip(moving, before, strict=True):
-            kept = agreeing(parameter - old, parameter.grad, rescale=self.rescale)
+        for (parameter, group), old, slope in zip(moving, before, slopes, strict=True):
+            change = parameter - old
+            kept = agreeing(change, -slope if group.get("maximize") else slope, rescale=self.rescale)
             parameter.copy_(old.mul_(1 - _decoupled_decay(group)).add_(kept))
         return loss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from speedtronic.precision import supports_fused_adamw
 _log = logging.getLogger(__name__)
 
 Built = TypeVar("Built", bound=torch.optim.Optimizer)
+Named = tuple[str, nn.Parameter]
 
 
 def build_adamw(
@@ -27,8 +28,9 @@ def build_adamw(
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv 1711.05101) over all trainable parameters of `model`; with `config.cautious` `CautiousAdamW`.
 
-    `config.fused` null asks `supports_fused_adamw(device)`; a fused construction that torch refuses falls back to
-    the ordinary one, and says so in the log. So does a `compiled` cautious step that cannot be compiled here.
+    `config.fused` null asks `supports_fused_adamw(device)`, unless a parameter is complex, which the fused kernel does
+    not take; a fused construction that torch refuses falls back to the ordinary one, and says so in the log. So does a
+    `compiled` cautious step that cannot be compiled here.
 
     Raises:
         ConfigError: nothing in the model is trainable.
@@ -49,7 +51,7 @@ def build_adamw(
             return CautiousAdamW(_copies(groups), rescale=config.cautious_rescale, compiled=compiled, **options)
         return torch.optim.AdamW(_copies(groups), **options)
 
-    return _fused_where_possible(construct, config, device)
+    return _fused_where_possible(construct, config, device, groups)
 
 
 def build_hybrid(model: nn.Module, config: OptimizerConfig, device: torch.device) -> HybridOptimizer:
@@ -88,7 +90,7 @@ def build_hybrid(model: nn.Module, config: OptimizerConfig, device: torch.device
             "optimizer.name: muon: the model has no hidden nn.Linear, so AdamW trains all of it; let the modules whose "
             "matrices Muon should train say so with _speedtronic_optimizer_role = 'muon', or use optimizer.name: adamw"
         )
-    return _fused_where_possible(construct, config, device)
+    return _fused_where_possible(construct, config, device, groups)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
@@ -101,7 +103,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -
     Raises:
         ConfigError: nothing in the model is trainable.
     """
-    trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    trainable = [named for named in model.named_parameters() if named[1].requires_grad]
     return _filled(_matrices_and_the_rest(trainable, weight_decay, decay_1d))
 
 
@@ -117,28 +119,29 @@ def hybrid_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> l
         ConfigError: nothing in the model is trainable, or a module's declared role or split cannot be.
     """
     routing = route_parameters(model)
-    adamw = _matrices_and_the_rest((parameter for _, parameter in routing.adamw), weight_decay, decay_1d)
+    adamw = _matrices_and_the_rest(routing.adamw, weight_decay, decay_1d)
     return _filled([{**group, "algorithm": "adamw"} for group in adamw] + _muon_groups(routing))
 
 
-def _matrices_and_the_rest(
-    parameters: Iterable[nn.Parameter], weight_decay: float, decay_1d: bool
-) -> list[dict[str, Any]]:
-    trained = list(parameters)
+def _matrices_and_the_rest(trained: Sequence[Named], weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
+    matrices = [named for named in trained if named[1].ndim >= 2]
+    rest = [named for named in trained if named[1].ndim < 2]
     return [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
-        {
-            "params": [parameter for parameter in trained if parameter.ndim < 2],
-            "weight_decay": weight_decay if decay_1d else 0.0,
-        },
+        {**_members(matrices), "weight_decay": weight_decay},
+        {**_members(rest), "weight_decay": weight_decay if decay_1d else 0.0},
     ]
 
 
 def _muon_groups(routing: ParameterRouting) -> list[dict[str, Any]]:
-    by_split: dict[tuple[int, ...] | None, list[nn.Parameter]] = {None: []}
+    by_split: dict[tuple[int, ...] | None, list[Named]] = {None: []}
     for name, parameter in routing.muon:
-        by_split.setdefault(routing.splits.get(name), []).append(parameter)
-    return [{"params": matrices, "algorithm": "muon", "split": split} for split, matrices in by_split.items()]
+        by_split.setdefault(routing.splits.get(name), []).append((name, parameter))
+    return [{**_members(matrices), "algorithm": "muon", "split": split} for split, matrices in by_split.items()]
+
+
+def _members(named: Sequence[Named]) -> dict[str, Any]:
+    """The parameters of a group, and their names, by which a checkpoint tells whose state it holds."""
+    return {"params": [parameter for _, parameter in named], "param_names": [name for name, _ in named]}
 
 
 def _filled(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,9 +182,15 @@ def _cautious_step_compiles(device: torch.device) -> bool:
     return True
 
 
-def _fused_where_possible(construct: Callable[..., Built], config: OptimizerConfig, device: torch.device) -> Built:
+def _fused_where_possible(
+    construct: Callable[..., Built], config: OptimizerConfig, device: torch.device, groups: Iterable[dict[str, Any]]
+) -> Built:
     """Construct with `fused=True` where it is asked for or available, else, or when that fails, without."""
-    fused = supports_fused_adamw(device) if config.fused is None else config.fused
+    fused = config.fused
+    if fused is None:
+        # torch constructs it for complex parameters too, and fails in the first step.
+        real = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
+        fused = real and supports_fused_adamw(device)
     if fused:
         try:
             return construct(fused=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtronic.optimizers.adamw import adamw_step
-from speedtronic.optimizers.muon import Muon, Scale, check_options, muon_step
+from speedtronic.optimizers.adamw import adamw_step, check_group
+from speedtronic.optimizers.muon import Muon, Scale, check_options, check_shapes, muon_step, take_momenta_as_saved
 from speedtronic.optimizers.newton_schulz import Coefficients
 
 ParamGroup = dict[str, Any]
@@ -116,12 +116,16 @@ class HybridOptimizer(torch.optim.Optimizer):
             What `closure` returns; None without it.
 
         Raises:
-            RuntimeError: a gradient is sparse.
+            TypeError: a parameter of a cautious AdamW group is complex.
+            RuntimeError: a gradient is sparse. Nothing has changed then, as after the other.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Muon's function checks its own, and steps first.
+        for group in self._groups_of("adamw"):
+            check_group(group, cautious=group["cautious"])
         # A gradient scaler, or the trainer's guard, hands its verdict over as attributes for the time of the step.
         grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
         muon_step(self._groups_of("muon"), self.state, grad_scale=grad_scale, found_inf=found_inf)
@@ -141,12 +145,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Load what `state_dict` returned, for groups of the same algorithms; options that it lacks are the arguments'.
 
         Raises:
-            ValueError: it is of another optimizer, or of other groups.
+            ValueError: it is of another optimizer, of other groups, or of parameters of other shapes.
         """
         loaded: list[dict[str, Any]] = []
 
         def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
             _check_algorithms(final["param_groups"], self.param_groups)
+            check_shapes(self.param_groups, final)
             loaded.append(final)
 
         # A hook, since those of others may change what is loaded; it runs last.
@@ -155,16 +160,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        self._take_momenta_as_saved(loaded[0])
-
-    def _take_momenta_as_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """torch has cast them to the dtype of their parameter, which for 16 bits rounds them."""
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            for number, parameter in zip(saved["params"], group["params"], strict=True):
-                own = state_dict["state"].get(number, {})
-                if "momentum_buffer" in own:
-                    dtype = torch.promote_types(parameter.dtype, torch.float32)
-                    self.state[parameter]["momentum_buffer"] = own["momentum_buffer"].to(parameter.device, dtype)
+        take_momenta_as_saved(self.param_groups, loaded[0], self.state)
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Add the options that a group, or a saved one, leaves out."""

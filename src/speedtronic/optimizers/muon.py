@@ -146,10 +146,13 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or that of a `torch.optim.Muon`; options that it lacks stay as they are.
 
+        Of torch's options, `adjust_lr_fn` is `scale` here, and its `ns_coefficients` are not taken over.
+
         Raises:
             ValueError: it is of another optimizer, or of other parameters.
         """
         loaded: list[dict[str, Any]] = []
+        options = [dict(group) for group in self.param_groups]
 
         def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
             _check_state(self.param_groups, final)
@@ -161,10 +164,10 @@ class Muon(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        # torch has cast the momentum to the dtype of the parameter, which for 16 bits rounds it.
-        for parameter, saved in _saved_momenta(self.param_groups, loaded[0]):
-            buffer = saved.to(device=parameter.device, dtype=_momentum_dtype(parameter))
-            self.state[parameter]["momentum_buffer"] = buffer
+        for group, saved, own in zip(self.param_groups, loaded[0]["param_groups"], options, strict=True):
+            group.update({option: value for option, value in own.items() if option not in saved})
+            _translate(group)
+        take_momenta_as_saved(self.param_groups, loaded[0], self.state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -236,10 +239,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.ndim != 0:
         raise ValueError(f"lr must be a number or a 0-dim tensor, not one of shape {tuple(lr.shape)}")
+    steps = options["ns_steps"]
     requirements = {
         "lr": (lr >= 0, "not negative"),
         "momentum": (0 <= options["momentum"] < 1, "in [0, 1)"),
-        "ns_steps": (options["ns_steps"] >= 1, "at least 1"),
+        "ns_steps": (isinstance(steps, int) and steps >= 1, "a whole number of at least 1"),
         "weight_decay": (options["weight_decay"] >= 0, "not negative"),
         "eps": (options["eps"] > 0, "positive"),
         "norm_eps": (options["norm_eps"] > 0, "positive"),
@@ -425,18 +429,40 @@ def _check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, A
         raise ValueError(
             f"the state is not that of Muon, whose parameters have a momentum_buffer: one has {', '.join(foreign[0])}"
         )
-    for parameter, saved in _saved_momenta(groups, state_dict):
-        if saved.shape != parameter.shape:
-            raise ValueError(
-                f"the momentum_buffer of a parameter of shape {tuple(parameter.shape)} has shape {tuple(saved.shape)}"
-            )
+    check_shapes(groups, state_dict)
 
 
-def _saved_momenta(
+def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError where what was saved of a parameter is not of its shape, and so of another parameter."""
+    for parameter, own in _saved_states(groups, state_dict):
+        for name, saved in own.items():
+            if name != "step" and isinstance(saved, Tensor) and saved.shape != parameter.shape:
+                raise ValueError(
+                    f"the {name} of a parameter of shape {tuple(parameter.shape)} has shape {tuple(saved.shape)}"
+                )
+
+
+def take_momenta_as_saved(
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]
+) -> None:
+    """Put the saved momenta into `state`: torch has cast them to the dtype of their parameter, which may round them."""
+    for parameter, own in _saved_states(groups, state_dict):
+        if "momentum_buffer" in own:
+            saved = own["momentum_buffer"]
+            state[parameter]["momentum_buffer"] = saved.to(device=parameter.device, dtype=_momentum_dtype(parameter))
+
+
+def _saved_states(
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter with its saved buffer. torch itself says when groups differ in number or size."""
+) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+    """Each parameter with its saved state. torch itself says when groups differ in number or size."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=False):
         for parameter, number in zip(group["params"], saved["params"], strict=False):
-            if "momentum_buffer" in state_dict["state"].get(number, {}):
-                yield parameter, state_dict["state"][number]["momentum_buffer"]
+            yield parameter, state_dict["state"].get(number, {})
+
+
+def _translate(group: dict[str, Any]) -> None:
+    """Turn the options of a `torch.optim.Muon` into those of this one. Its coefficients are the quintic ones."""
+    group.pop("ns_coefficients", None)
+    if "adjust_lr_fn" in group:
+        group["scale"] = group.pop("adjust_lr_fn") or "original"

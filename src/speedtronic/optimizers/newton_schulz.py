@@ -139,8 +139,8 @@ def _check(matrices: Tensor, steps: int, eps: float) -> None:
         raise ValueError(f"only matrices can be orthogonalised, not a tensor of shape {tuple(matrices.shape)}")
     if not matrices.is_floating_point():
         raise TypeError(f"only real floating matrices can be orthogonalised, not {matrices.dtype}")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a whole number of at least 1, not {steps}")
     if not eps > 0:
         raise ValueError(f"eps must be positive, not {eps}")
 

@@ -55,6 +55,12 @@ class WeightAverage:
         parts = {weight: _averaged(weight, shown[name]) for name, weight in trained}
         self._parts = list(parts.values())
         self._names = {name: parts[weight].average for name, weight in trained}
+        self._weights = dict(trained)
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the weights that the model trains are still those averaged here, and not others in their place."""
+        trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        return trained.keys() == self._weights.keys() and all(trained[name] is self._weights[name] for name in trained)
 
     @torch.no_grad()
     def update(self, refused: Tensor | None = None) -> None:

@@ -202,6 +202,7 @@ class Trainer:
             fit = self._begin(max_steps, stack)
             self._validate_shapes()
             self._start_coordinator(stack)
+            self._begin_average()
             self._announce(fit)
             while fit.wants_more(self.step):
                 if self._train_step(fit):
@@ -218,8 +219,6 @@ class Trainer:
         self.model.train()
         scaler = self._new_scaler()
         self.optimizer.zero_grad(set_to_none=True)
-        if self._average is None:
-            self._average = self._new_average()
         saver = self._new_saver()
         if saver is not None:
             stack.callback(saver.close)
@@ -299,6 +298,16 @@ class Trainer:
         if staged is not None:
             self.coordinator.load_state_dict(staged)
         self._coordinator_state = None
+
+    def _begin_average(self) -> None:
+        """Begin it, where there is none yet, with the weights that a coordinator may have installed as it started."""
+        if self._average is not None and not self._average.is_of(_plain(self.model)):
+            self.logger.warning(
+                "optimizer.ema: other weights are trained than before, so their average begins anew, with them"
+            )
+            self._average = None
+        if self._average is None:
+            self._average = self._new_average()
 
     def _announce(self, fit: _Fit) -> None:
         self.logger.emit(
@@ -617,6 +626,7 @@ class Trainer:
     def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         try:
             _check_algorithms(state["param_groups"], self.optimizer.param_groups)
+            _check_names(state["param_groups"], self.optimizer.param_groups)
             self.optimizer.load_state_dict(dict(state))
         except (ValueError, KeyError) as error:
             raise CheckpointError(
@@ -703,6 +713,25 @@ def _check_algorithms(saved: list[dict[str, Any]], own: list[dict[str, Any]]) ->
         f"the checkpoint was written by another optimizer than this run's: train on with optimizer.name: {writer}, or "
         "start anew from its weights with run.init_from"
     )
+
+
+def _check_names(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Raise ValueError for the state of other parameters, which torch would load wherever they are as many.
+
+    Groups that were not built with names are not looked at.
+    """
+    theirs, ours = _names(saved), _names(own)
+    if theirs == ours or not any(theirs) or not any(ours):
+        return
+    there, here = ({name for group in groups for name in group} for groups in (theirs, ours))
+    problems = [f"{name} was not trained there" for name in sorted(here - there)]
+    problems += [f"{name} is not trained here" for name in sorted(there - here)]
+    raise ValueError("; ".join(problems) or "it has the same parameters in other groups or in another order")
+
+
+def _names(groups: list[dict[str, Any]]) -> list[list[str]]:
+    # Those of a compiled module have one part more.
+    return [[name.replace("_orig_mod.", "") for name in group.get("param_names", ())] for group in groups]
 
 
 def _listed(algorithms: list[str | None]) -> str:
