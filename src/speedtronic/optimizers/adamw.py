@@ -462,20 +462,20 @@ def _update_compiled(
     rates = (group["lr"] / _bias_correction(beta1, steps)).unbind()
     corrections = _bias_correction(beta2, steps).rsqrt().unbind()
     grad_scale = None if caution.grad_scale is None else caution.grad_scale.to(like.device).reshape(())
+    # Compiled code would make a tensor of each number at each call.
+    factors = like.new_tensor([1 - beta1, beta2, 1 - beta2, group["eps"]])
     for flat, rate, correction in zip(weights, rates, corrections, strict=True):
         if caution.rescale:
             rate = rate * _rescaling(flat, size, group, caution)
         formula(
             # Not as views: the compiler would make code of its own for every shape of what they are views of.
-            *(tensor.data for tensor in (*flat[:4], rate, correction, like)),
+            *(tensor.data for tensor in (*flat[:4], rate, correction, like, factors)),
             workspace.bad,
             grad_scale,
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
             maximize=group["maximize"],
         )
-        flat.step.add_(1 if workspace.bad is None else workspace.bad.logical_not())
+    counted = 1 if workspace.bad is None else workspace.bad.logical_not().to(torch.float32)
+    torch._foreach_add_([flat.step for flat in weights], counted)
 
 
 def _bias_correction(beta: float | Tensor, step: Tensor) -> Tensor:
@@ -496,12 +496,10 @@ def _formula(
     rate: Tensor,
     correction: Tensor,
     shrink: Tensor,
+    factors: Tensor,
     bad: Tensor | None,
     grad_scale: Tensor | None,
     *,
-    beta1: float,
-    beta2: float,
-    eps: float,
     maximize: bool,
 ) -> None:
     """Step one weight of shape (elements,) by the formula of this module, written for a compiler to make one loop of.
@@ -511,15 +509,17 @@ def _formula(
         rate: 0-dim, lr / (1 - beta1^t).
         correction: 0-dim, 1 / sqrt(1 - beta2^t).
         shrink: (1,), 1 - lr · decay.
+        factors: (4,), 1 - beta1, beta2, 1 - beta2, eps.
         bad: 0-dim bool, whether nothing must change.
         grad_scale: 0-dim, what the gradient was multiplied by.
         maximize: climb the gradient.
     """
+    first_gain, second_kept, second_gain, eps = factors.unbind()
     slope = -gradient if maximize else gradient
     if grad_scale is not None:
         slope = slope / grad_scale
-    first = torch.lerp(exp_avg, slope, 1 - beta1)
-    second = exp_avg_sq * beta2 + slope * slope * (1 - beta2)
+    first = exp_avg + first_gain * (slope - exp_avg)
+    second = exp_avg_sq * second_kept + slope * slope * second_gain
     direction = first / (second.sqrt() * correction + eps)
     # What opposes, not what agrees: so what is not a number shows in the weight.
     opposed = ((first <= 0) & (slope >= 0)) | ((first >= 0) & (slope <= 0))
