@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 WHISPER := openai_whisper-20250625
 RANKS := build/test-data/gpt2.tiktoken
 
-.PHONY: demo test check lint docs bench torture clean
+.PHONY: demo diloco-demo test test-stores check lint docs bench torture diloco-torture clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library and let it write
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -19,11 +19,18 @@ demo: $(READY)  ## train the quickstart model on Python's own library and let it
 	  '  speedtronic train examples/shakespeare_char.yaml data.text_path=FILE.txt' \
 	  '  speedtronic checkpoints list runs/quickstart'
 
+diloco-demo: $(READY)  ## let three processes that share only a folder train the quickstart model, and kill one of them
+	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
+	$(BIN)/python benchmarks/diloco_demo.py
+
 test: lint $(RANKS)  ## every check and every test
 	$(BIN)/pytest
 
+test-stores: $(READY)  ## the tests that need a server of S3: two are started on this machine
+	$(BIN)/pytest -m stores tests/distributed
+
 check: lint $(RANKS)  ## what must be green before each commit: everything but the slow tests
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not stores"
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -40,10 +47,15 @@ bench: $(READY)  ## the benchmarks
 	$(BIN)/python benchmarks/prepare.py --rounds 3
 	$(BIN)/python benchmarks/checkpoint.py --rounds 3
 	$(BIN)/python benchmarks/optimizer_step.py --rounds 5 --bf16-rounds 0
+	$(BIN)/python benchmarks/diloco.py --history 10 200 --nodes 2 16 --rounds 1
+	$(BIN)/python benchmarks/diloco_ablation.py --quick
 
 torture: $(READY)  ## kill a training run three hundred times, and lose nothing
 	$(BIN)/python -m tests.torture --self-test
 	$(BIN)/python -m tests.torture --kills 300
+
+diloco-torture: $(READY)  ## kill three processes that train together again and again, and see what it costs
+	$(BIN)/python -m tests.torture_diloco --seeds 0 1 2
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -35,6 +35,7 @@ MODULES = (
     "speedtronic.optimizers",
     "speedtronic.checkpoint",
     "speedtronic.metrics",
+    "speedtronic.distributed",
     "speedtronic.evaluation",
     "speedtronic.generation",
     "speedtronic.errors",

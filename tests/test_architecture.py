@@ -16,7 +16,7 @@ FLOORS = (
     {"cli"},
     {"runtime"},
     {"evaluation", "generation"},
-    {"trainer"},
+    {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics"},
     {"shapes"},
     {"precision", "registry"},

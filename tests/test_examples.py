@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from speedtronic.checkpoint.weights import load_initial_weights
 from speedtronic.cli import main
 from speedtronic.config import load_config
 from speedtronic.data.prepare import prepare
@@ -21,6 +24,7 @@ from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+DILOCO = ROOT / "examples/diloco/diloco.yaml"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -134,6 +138,51 @@ def test_the_quickstart_trains_and_writes_on_small_shards(folder: Path, capsys: 
     capsys.readouterr()
     assert main(["generate", config, "--prompt", "def ", "--max-tokens", "5", "--seed", "1"]) == 0
     assert capsys.readouterr().out.startswith("def ")
+
+
+def diloco_commands() -> list[list[str]]:
+    """What the head of the example says to type, without `speedtronic`."""
+    lines = re.findall(r"^#     speedtronic (.*)$", DILOCO.read_text(encoding="utf-8"), re.MULTILINE)
+    return [shlex.split(line.replace("examples/", f"{ROOT}/examples/")) for line in lines]
+
+
+def test_the_nodes_of_the_diloco_example_train_what_the_quickstart_trains() -> None:
+    alone, together = load_config(ROOT / "examples/quickstart.yaml"), load_config(DILOCO)
+    for section in ("model", "data", "optimizer"):
+        assert getattr(together, section) == getattr(alone, section)
+    assert together.scheduler.name == alone.scheduler.name
+
+
+@pytest.mark.slow
+def test_the_diloco_example_trains_by_the_commands_of_its_head(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a small model on a small text, and each process as one of its own."""
+    (folder / "text.py").write_text("def double(x):\n    return 2 * x\n" * 2000, encoding="utf-8")
+    prepare([folder / "text.py"], folder / "data/python-stdlib")
+    sizes = ["run.max_steps=8", "model.d_model=32", "model.n_layer=1", "distributed.inner_steps=2"]
+    short = ["distributed.poll_interval=0.1", "distributed.grace=0.5", "eval.every_steps=null"]
+    data, master, anna, berta, status, pull = diloco_commands()
+    assert data[:2] == ["data", "prepare"]
+    started = [
+        subprocess.Popen([sys.executable, "-m", "speedtronic", *words, *sizes, *short])
+        for words in (master, anna, berta)
+    ]
+    try:
+        assert [worker.wait(300) for worker in started[1:]] == [0, 0]
+        started[0].send_signal(signal.SIGTERM)
+        assert started[0].wait(30) == 128 + signal.SIGTERM
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert main([*status, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [node["name"] for node in told["nodes"]] == ["anna", "berta"]
+    assert told["version"] >= 1
+    assert main(pull) == 0
+    model = build_model(load_config(DILOCO, sizes))
+    assert load_initial_weights(model, "diloco.safetensors").loaded
 
 
 def test_the_shakespeare_example_trains_on_any_text(folder: Path) -> None:

@@ -173,8 +173,14 @@ def test_keep_best_with_nothing_held_out_is_an_error(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- what is not built yet
 
+NODE: dict[str, Any] = {"enabled": True, "repo_id": "memory://runtime", "node_id": "ann"}
+
 NOT_BUILT: dict[str, dict[str, Any]] = {
-    "distributed.enabled": {"distributed": {"enabled": True, "repo_id": "a/b"}},
+    "distributed.worker_repo_id": {"distributed": {**NODE, "worker_repo_id": "dir:///tmp/store"}},
+    "distributed.codec: int8, int4, int2, topk": {"distributed": {**NODE, "codec": "int4"}},
+    "distributed.outer: sparse_loco": {"distributed": {**NODE, "outer": "sparse_loco"}},
+    "distributed.trusted_nodes": {"distributed": {**NODE, "trusted_nodes": ["ab"]}},
+    "distributed.robust": {"distributed": {**NODE, "robust": "clip"}},
     "ooo_backprop": {"ooo_backprop": True},
     "tune": {"tune": "auto"},
     "compile_options.regional": {"compile_options": {"regional": True}},
@@ -199,6 +205,16 @@ def test_all_refusals_come_at_once(tmp_path: Path) -> None:
     with pytest.raises(NotBuiltError) as caught:
         build_runtime(tiny(tmp_path, ooo_backprop=True, tune="auto"))
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_keys_of_distributed_count_only_where_it_is_enabled(tmp_path: Path) -> None:
+    trainer, _ = build_runtime(tiny(tmp_path, distributed={"codec": "int4", "robust": "clip"}))
+    assert trainer.coordinator is None
+
+
+def test_a_store_on_the_hub_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(NotBuiltError, match="Hugging Face Hub"):
+        build_runtime(tiny(tmp_path, distributed={"enabled": True, "repo_id": "org/name"}))
 
 
 def test_a_saved_full_config_builds_again(tmp_path: Path) -> None:

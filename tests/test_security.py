@@ -66,6 +66,7 @@ IMPORTING = frozenset(
 IMPORT_SITES = {
     ("__init__.py", "__getattr__"): "a table in the same file",
     ("data/__init__.py", "__getattr__"): "a table in the same file",
+    ("distributed/__init__.py", "__getattr__"): "a table in the same file",
     ("registry.py", "_load"): "what a program registered a model as, which is code already",
     ("runtime.py", "import_plugins"): "plugins in the configuration, which its user wrote",
     ("data/build.py", "_from_factory"): "data.dataset in the configuration, which its user wrote",

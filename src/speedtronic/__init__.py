@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from speedtronic.config import SpeedtronicConfig as SpeedtronicConfig
     from speedtronic.config import load_config as load_config
     from speedtronic.config import load_yaml_config as load_yaml_config
+    from speedtronic.distributed import DumbDiLoCo as DumbDiLoCo
+    from speedtronic.distributed import DumbDiLoCoCoordinator as DumbDiLoCoCoordinator
     from speedtronic.model import GPT as GPT
     from speedtronic.model import GPTConfig as GPTConfig
     from speedtronic.model import ReferenceTransformer as ReferenceTransformer
@@ -76,6 +78,7 @@ _EXPORTS = {
         "load_config",
         "load_yaml_config",
     ),
+    "distributed": ("DumbDiLoCo", "DumbDiLoCoCoordinator"),
     "model": ("GPT", "GPTConfig", "ReferenceTransformer", "set_gradient_checkpointing"),
     "optimizers": (
         "CautiousOptimizer",

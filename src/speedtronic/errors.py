@@ -71,3 +71,21 @@ class NonFiniteError(SpeedtronicError, RuntimeError):
 
 class ScalerOverflowError(SpeedtronicError, RuntimeError):
     """The gradient scaler skipped more updates in a row than can pass for a normal start."""
+
+
+class StoreError(SpeedtronicError, RuntimeError):
+    """The store that nodes share did not do what was asked of it."""
+
+
+class StoreUnavailableError(StoreError):
+    """What can pass: a timeout, a lost connection, a server that is busy or down. Asking again may help."""
+
+
+class StoreRefusedError(StoreError, InputError):
+    """What will not pass by itself: no access, no such bucket, no exclusive create. The message says what to check."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class StoreContentError(StoreRefusedError):
+    """The store holds something that this version cannot read, or another model than this node's."""

@@ -11,7 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,9 @@ from speedtronic.checkpoint.weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
+from speedtronic.distributed.connecting import connect
+from speedtronic.distributed.diloco import DumbDiLoCoCoordinator
+from speedtronic.distributed.share import DataShare, share_of_data
 from speedtronic.errors import CheckpointError, NotBuiltError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
@@ -62,6 +65,9 @@ def build_runtime(
         CheckpointError: there are checkpoints but none is sound, or they are of another model; or `run.init_from`
             cannot be read, or does not fit the model.
         DeviceError: the device does not exist.
+        StoreError: the store that nodes share cannot be used, or had to be asked for this node's part of the data and
+            did not answer.
+        RunFolderError: the folder of this node's state cannot be used; RunLockedError: another node uses it.
     """
     settings = _settled(config)
     seed_everything(settings.run.seed)
@@ -69,7 +75,7 @@ def build_runtime(
     target_device = resolve_device(device if device is not None else settings.run.device)
     precision = resolve_precision(settings.precision, target_device)
     logger = build_logger(settings)
-    data = build_data(settings, pin_memory=_pins_memory(settings, target_device))
+    data = _build_data(settings, _pins_memory(settings, target_device), logger)
     manager = build_checkpoint_manager(settings, logger)
     saved = _newest_state(manager, logger) if resume or settings.checkpoint.resume else None
     model = build_model(settings.model).to(target_device)
@@ -89,6 +95,7 @@ def build_runtime(
         precision=precision,
         logger=logger,
         checkpoint_manager=manager,
+        coordinator=_build_coordinator(settings, model, logger),
         max_steps=max_steps if max_steps is not None else (settings.data.max_steps or settings.run.max_steps),
         evaluator=_evaluator(data, settings, target_device, precision, logger),
         lock_directory=_lock_directory(settings),
@@ -167,7 +174,13 @@ def _exists(module: str) -> bool:
 
 # What the configuration can say and this version cannot do. A key here is refused by name, never ignored.
 _NOT_BUILT: Mapping[str, Callable[[SpeedtronicConfig], bool]] = {
-    "distributed.enabled": lambda c: c.distributed.enabled,
+    "distributed.worker_repo_id": lambda c: c.distributed.enabled and c.distributed.worker_repo_id is not None,
+    "distributed.codec: int8, int4, int2, topk": (
+        lambda c: c.distributed.enabled and c.distributed.codec not in {"fp32", "bf16"}
+    ),
+    "distributed.outer: sparse_loco": lambda c: c.distributed.enabled and c.distributed.outer == "sparse_loco",
+    "distributed.trusted_nodes": lambda c: c.distributed.enabled and bool(c.distributed.trusted_nodes),
+    "distributed.robust": lambda c: c.distributed.enabled and c.distributed.robust != "none",
     "ooo_backprop": lambda c: c.ooo_backprop,
     "tune": lambda c: c.tune != "off",
     "compile_options.regional": lambda c: bool(c.compile_options.regional),
@@ -259,6 +272,65 @@ def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) ->
         keep_best=section.keep_best,
         warn=logger.warning,
     )
+
+
+def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.Module:
+    """Build the model of a configuration on the CPU, with the weights that a run begins with, and nothing else of it.
+
+    Raises:
+        ConfigError: there is no such model.
+        CheckpointError: `run.init_from` cannot be read, or does not fit the model.
+    """
+    seed_everything(config.run.seed)
+    _configure_torch(config)
+    model = build_model(config.model)
+    if config.run.init_from is not None:
+        _start_from(config.run.init_from, model, config, None, logger)
+    return model
+
+
+def _build_data(config: SpeedtronicConfig, pin_memory: bool, logger: MetricLogger) -> TrainingData:
+    """The data, of which a node among others reads a part, or all of it in an order of its own."""
+    if not config.distributed.enabled:
+        return build_data(config, pin_memory=pin_memory)
+    with closing(connect(config.distributed)) as store:
+        share = share_of_data(config.distributed, store, _seed_of_data(config))
+    data = build_data(
+        config, pin_memory=pin_memory, rank=share.part, world_size=share.parts, order_seed=share.order_seed
+    )
+    _say_what_is_read(share, config, logger)
+    return data
+
+
+def _seed_of_data(config: SpeedtronicConfig) -> int:
+    return config.data.seed if config.data.seed is not None else config.run.seed
+
+
+def _say_what_is_read(share: DataShare, config: SpeedtronicConfig, logger: MetricLogger) -> None:
+    if share.place is not None:
+        logger.info(f"node {share.node} reads part {share.part + 1} of {share.parts} of the data")
+        if share.place >= share.parts:
+            logger.warning(
+                f"node {share.node} is number {share.place + 1} of distributed.expected_nodes: {share.parts}, so it "
+                "reads the same part of the data as another one; raise expected_nodes on all nodes"
+            )
+    elif config.data.shuffle:
+        logger.info(
+            f"node {share.node} reads all of the data, in an order of its own (distributed.expected_nodes: null)"
+        )
+    else:
+        logger.warning(
+            "every node reads the same data in the same order; set distributed.expected_nodes, so that each reads a "
+            "part of its own, or data.shuffle, so that each has an order of its own"
+        )
+
+
+def _build_coordinator(
+    config: SpeedtronicConfig, model: nn.Module, logger: MetricLogger
+) -> DumbDiLoCoCoordinator | None:
+    if not config.distributed.enabled:
+        return None
+    return DumbDiLoCoCoordinator(config.distributed, model, logger=logger)
 
 
 def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:

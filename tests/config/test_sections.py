@@ -322,10 +322,10 @@ def test_every_key_is_described(section: type[Section]) -> None:
                 DistributedConfig,
                 "node_id",
                 node,
-                "distributed.node_id: must be one path component of letters, digits, '.', '_' and '-', "
-                f"not the text {node!r}",
+                "distributed.node_id: must be at most 128 letters, digits, '.', '_' and '-', the first a letter or "
+                f"digit, not the text {node!r}",
             )
-            for node in (".", "..", "a/b", "a b", "", "é", "a\n")
+            for node in (".", "..", "a/b", "a b", "", "é", "a\n", "_a")
         ],
     ],
 )
@@ -357,7 +357,7 @@ def test_a_wrong_value_is_refused_at_construction_and_at_assignment(
         (CheckpointConfig, {"keep_last": None, "every_minutes": 0.5}),
         (ShapeValidationConfig, {"alignment": 64}),
         (ShapeValidationConfig, {"alignment": "none"}),
-        (DistributedConfig, {"node_id": "...", "quorum": 2, "expected_nodes": 4, "max_staleness": 2.5}),
+        (DistributedConfig, {"node_id": "a..B_-9", "quorum": 2, "expected_nodes": 4, "max_staleness": 2.5}),
         (SchedulerConfig, {"name": "wsd", "decay_steps": 10, "warmup_steps": 5000}),
     ],
 )

@@ -110,7 +110,8 @@ WRONG = {
     ),
     "node id that leaves its folder": (
         "hub:\n  node_id: ../x\n",
-        ":2: distributed.node_id: must be one path component of letters, digits, '.', '_' and '-', not the text '../x'",
+        ":2: distributed.node_id: must be at most 128 letters, digits, '.', '_' and '-', the first a letter or digit, "
+        "not the text '../x'",
     ),
     "two sources of data": (
         "data:\n  text_path: a.txt\n  shards: b\n",

@@ -445,3 +445,17 @@ def test_memory_is_pinned_as_configured_or_else_as_the_device_wants(
 
 def test_a_loader_built_from_a_config_leaves_out_the_held_out_part(text_path: str) -> None:
     assert labels(build_dataloader(config(text_path=text_path, validation_fraction=0.2))) == list(TEXT.encode()[1:65])
+
+
+def test_an_order_seed_changes_the_order_of_the_training_part_alone(text_path: str) -> None:
+    settings = config(text_path=text_path, shuffle=True, validation_fraction=0.3, micro_batch_size=1)
+    ordered, other = (build_data(settings, pin_memory=False, order_seed=seed) for seed in (None, 99))
+
+    def rows(loader: Loader | None) -> list[list[int]]:
+        assert loader is not None
+        return [batch["input_ids"][0].tolist() for batch in loader]
+
+    there, here = rows(ordered.train), rows(other.train)
+    assert there != here
+    assert sorted(there) == sorted(here)
+    assert rows(ordered.validation) == rows(other.validation)

@@ -462,3 +462,50 @@ def test_synthetic_data_of_another_seed_say_what_they_depend_on() -> None:
 
     with pytest.raises(DataError, match=r"data\.validation_fraction and, for synthetic data, data\.seed .*run\.seed"):
         TokenLoader(SyntheticTokenDataset(10, 4, 50, seed=2), 2).load_state_dict(then)
+
+
+@given(
+    size=st.integers(1, 40),
+    batch_size=st.integers(1, 5),
+    world_size=st.integers(1, 3),
+    drop_last=st.booleans(),
+    read=st.integers(0, 12),
+    skipped=st.integers(0, 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_skipping_batches_leads_where_reading_them_does(
+    size: int, batch_size: int, world_size: int, drop_last: bool, read: int, skipped: int
+) -> None:
+    def loader() -> TokenLoader:
+        return TokenLoader(
+            Numbers(size),
+            batch_size,
+            shuffle=True,
+            seed=3,
+            drop_last=drop_last,
+            world_size=world_size,
+            collate=list,
+        )
+
+    def take(count: int, source: TokenLoader) -> list[Any]:
+        taken: list[Any] = []
+        while len(taken) < count:
+            taken += islice(iter(source), count - len(taken))
+        return taken
+
+    try:
+        reading, skipping = loader(), loader()
+    except DataError:
+        return  # too little data for a batch
+    take(read, skipping)
+    skipping.skip_batches(skipped)
+    assert take(5, skipping) == take(read + skipped + 5, reading)[-5:]
+    assert skipping.state_dict() == reading.state_dict()
+
+
+def test_skipping_batches_with_workers_drops_what_they_fetched_ahead() -> None:
+    with closing(TokenLoader(Numbers(20), 2, num_workers=2)) as loader:
+        batches = iter(loader)
+        next(batches)
+        loader.skip_batches(4)
+        assert next(iter(loader)).tolist() == [10, 11]

@@ -296,3 +296,38 @@ def test_a_stateful_loader_continues_at_its_own_position(done: int, own: bool) -
 @pytest.mark.parametrize("done", [4, 6])
 def test_a_stateful_loader_with_workers_continues_at_its_own_position(done: int) -> None:
     check_that_it_continues(lambda: stateful(2, own=True), done)
+
+
+def test_skipping_goes_on_behind_the_batches_in_a_loader_that_seeks_and_in_one_that_does_not() -> None:
+    dataset = SyntheticTokenDataset(10, 4, 64, seed=0)
+    warnings: list[str] = []
+
+    def streams() -> Iterator[BatchStream]:
+        for loader in (
+            TokenLoader(dataset, 2, shuffle=True),
+            list(TokenLoader(dataset, 2, shuffle=True)),
+        ):
+            yield BatchStream(loader, capture_rng=capture_rng, restore_rng=restore_rng, warn=warnings.append)
+
+    expected = list(TokenLoader(dataset, 2, shuffle=True))
+    for stream in streams():
+        next(stream)
+        stream.skip(3)
+        assert torch.equal(next(stream)["input_ids"], expected[4]["input_ids"])
+    assert warnings == ["the data loader cannot seek: reading 3 batches to go on behind them"]
+
+
+def test_skipping_over_the_end_of_an_epoch_and_right_after_a_resume() -> None:
+    dataset = SyntheticTokenDataset(10, 4, 64, seed=0)
+    whole = batch_stream(TokenLoader(dataset, 2, shuffle=True))
+    expected = [next(whole)["input_ids"] for _ in range(12)]
+    first = batch_stream(TokenLoader(dataset, 2, shuffle=True))
+    next(first)
+    resumed = batch_stream(TokenLoader(dataset, 2, shuffle=True))
+    resumed.load_state_dict(first.state_dict())
+    resumed.skip(4)
+    assert torch.equal(next(resumed)["input_ids"], expected[5])
+    again = batch_stream(TokenLoader(dataset, 2, shuffle=True))
+    again.load_state_dict(resumed.state_dict())
+    again.skip(5)
+    assert torch.equal(next(again)["input_ids"], expected[11])

@@ -142,7 +142,7 @@ def export_safetensors(
     metadata = {"format": "pt", "step": str(model.step), **model.header.metadata}
     names = {place.name: place.name for place in model.header.places}
     with _writing(file):
-        _check_replaceable_file(file, replace)
+        check_replaceable_file(file, replace)
     with _writing(file), _beside(fs, file) as temporary:
         write_file(fs, temporary, _stream(fs, model, names, metadata, dtype))
         fs.rename(temporary, file)
@@ -353,7 +353,7 @@ def _check_outside_checkpoints(target: Path) -> None:
             raise CheckpointError(f"{target} is inside the checkpoint {folder.name}; name another place")
 
 
-def _check_replaceable_file(file: Path, replace: bool) -> None:
+def check_replaceable_file(file: Path, replace: bool) -> None:
     """Raise CheckpointError unless nothing of worth is lost with what is there."""
     _check_outside_checkpoints(file)
     if file.is_dir():

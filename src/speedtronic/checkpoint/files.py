@@ -127,8 +127,8 @@ def write_file(
     return FileRecord(size, digest.hexdigest())
 
 
-def replace_file(fs: FileSystem, path: Path, data: bytes) -> None:
-    """Put a small file in its place in one durable step: readers see the old contents or the new.
+def replace_file(fs: FileSystem, path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Put a file in its place in one durable step: readers see the old contents or the new.
 
     Raises:
         OSError: the disk is full, or failed; the old file stays.
@@ -136,7 +136,7 @@ def replace_file(fs: FileSystem, path: Path, data: bytes) -> None:
     beside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     beside.unlink(missing_ok=True)
     try:
-        write_file(fs, beside, [data])
+        write_file(fs, beside, [memoryview(data)])
         fs.rename(beside, path)
     except BaseException:  # whatever ends the write, an interrupt too, leaves nothing beside; it is raised on
         beside.unlink(missing_ok=True)

@@ -8,11 +8,11 @@ import traceback
 from collections.abc import Sequence
 
 from speedtronic import __version__
-from speedtronic.cli import checkpoints, data, generate, output, schema, train, validate
+from speedtronic.cli import checkpoints, data, diloco, generate, output, schema, train, validate
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.errors import SpeedtronicError
 
-COMMANDS = (train, validate, schema, generate, data, checkpoints)
+COMMANDS = (train, validate, schema, generate, data, checkpoints, diloco)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from speedtronic.cli import output
 from speedtronic.cli.checkpoints_found import FIELDS, add_path_argument, as_object, find, printable
+from speedtronic.cli.tables import age, write_table
 
 if TYPE_CHECKING:
     from speedtronic.checkpoint import CheckpointEntry
@@ -36,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         output.write(json.dumps([as_object(entry, newest) for entry in found.entries], indent=2) + "\n")
     else:
-        output.write(_table([_as_row(entry, newest, datetime.now(UTC)) for entry in found.entries]))
+        now = datetime.now(UTC)
+        write_table(_HEADINGS, [_as_row(entry, newest, now) for entry in found.entries])
     return 0 if any(entry.problem is None for entry in found.entries) else 1
 
 
@@ -50,7 +52,7 @@ def _as_row(entry: CheckpointEntry, newest: Path | None, now: datetime) -> tuple
     return (
         "*" if entry.path == newest else "",
         str(entry.step),
-        _age((now - datetime.fromisoformat(manifest.time)).total_seconds()) if manifest else "-",
+        age((now - datetime.fromisoformat(manifest.time)).total_seconds()) if manifest else "-",
         short_bytes(entry.size),
         _loss(manifest.loss if manifest else None),
         _loss(manifest.eval_loss if manifest else None),
@@ -62,17 +64,3 @@ def _as_row(entry: CheckpointEntry, newest: Path | None, now: datetime) -> tuple
 
 def _loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def _age(seconds: float) -> str:
-    for length, letter in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= length:
-            return f"{int(seconds // length)}{letter}"
-    return f"{max(0, int(seconds))}s"
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    table = [_HEADINGS, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(_HEADINGS))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return "\n".join(lines) + "\n"

@@ -18,7 +18,9 @@ _SECRET_PLURAL = re.compile(r"(^|api|access|account|auth|bearer|private|refresh|
 
 # What a store is may need any key at all, so of its options only these are known to hold nothing secret.
 _OPTIONS_OF_A_STORE = "store_options"
-_HARMLESS_OPTIONS = {"endpoint", "endpoint_url", "region", "profile", "use_ssl", "anon"}
+_HARMLESS_OPTIONS = {
+    *("endpoint", "endpoint_url", "region", "profile", "project", "use_ssl", "anon", "addressing_style"),
+}
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 

@@ -110,10 +110,10 @@ Factory = Annotated[
     _check_match(_FACTORIES, "an importable factory, written package.module:function"),
     _schema_match(_FACTORIES),
 ]
-_COMPONENTS = r"(?!\.{1,2}$)[A-Za-z0-9._-]+"
+_COMPONENTS = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NodeId = Annotated[
     str,
-    _check_match(_COMPONENTS, "one path component of letters, digits, '.', '_' and '-'"),
+    _check_match(_COMPONENTS, "at most 128 letters, digits, '.', '_' and '-', the first a letter or digit"),
     _schema_match(_COMPONENTS),
 ]
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset, Subset
 
@@ -47,7 +47,22 @@ class _Source:
     tokenizer: Tokenizer | None = None
 
 
-def build_data(config: SpeedtronicConfig, *, pin_memory: bool, rank: int = 0, world_size: int = 1) -> TrainingData:
+class _Reader(NamedTuple):
+    """Which of how many this is that read the data together, and the seed of what it reads."""
+
+    rank: int
+    world_size: int
+    seed: int
+
+
+def build_data(
+    config: SpeedtronicConfig,
+    *,
+    pin_memory: bool,
+    rank: int = 0,
+    world_size: int = 1,
+    order_seed: int | None = None,
+) -> TrainingData:
     """The training and validation loaders of a configuration.
 
     Args:
@@ -55,6 +70,7 @@ def build_data(config: SpeedtronicConfig, *, pin_memory: bool, rank: int = 0, wo
             can take of them.
         pin_memory: what `data.pin_memory: null` means on the device of this run.
         rank, world_size: which of how many readers this is that share the training part.
+        order_seed: of the training part's order and of its samples' randomness; `data.seed` without it.
 
     Raises:
         ConfigError: no source of data, options that exclude each other, or sizes beyond a built-in model's.
@@ -64,10 +80,12 @@ def build_data(config: SpeedtronicConfig, *, pin_memory: bool, rank: int = 0, wo
     _check_model_sizes(config)
     source = _held_out(_source(config.data), config.data)
     collate = _collate(config)
-    train = _training_loader(source.train, config.data, collate, pin_memory, rank, world_size)
+    reader = _Reader(rank, world_size, order_seed if order_seed is not None else _seed(config.data))
+    train = _training_loader(source.train, config.data, collate, pin_memory, reader)
     validation = None
     if source.validation is not None:
-        validation = _loader(source.validation, config.data, collate, pin_memory, shuffle=False, drop_last=False)
+        alone = _Reader(0, 1, _seed(config.data))
+        validation = _loader(source.validation, config.data, collate, pin_memory, False, False, alone)
     return TrainingData(train, validation, source.tokenizer)
 
 
@@ -101,7 +119,8 @@ def build_dataloader(
         data = data.model_copy(update={"vocab_size": vocab_size})
     source = _source(data, tokenizer) if dataset is None else _Source(dataset)
     collate = collate_batch if isinstance(config, DataConfig) else _collate(config)
-    return _training_loader(_held_out(source, data).train, data, collate, pin_memory_device, rank, world_size)
+    reader = _Reader(rank, world_size, _seed(data))
+    return _training_loader(_held_out(source, data).train, data, collate, pin_memory_device, reader)
 
 
 def _collate(config: SpeedtronicConfig) -> Collate:
@@ -249,11 +268,11 @@ def _part(dataset: Dataset[Any], start: int, stop: int) -> Dataset[Any]:
 
 
 def _training_loader(
-    dataset: Dataset[Any], data: DataConfig, collate: Collate, pin_memory: bool, rank: int, world_size: int
+    dataset: Dataset[Any], data: DataConfig, collate: Collate, pin_memory: bool, reader: _Reader
 ) -> Loader:
     if data.shuffle and isinstance(dataset, IterableDataset):
         raise ConfigError("data.shuffle: an IterableDataset sets its own order; leave this false")
-    return _loader(dataset, data, collate, pin_memory, data.shuffle, data.drop_last, rank, world_size)
+    return _loader(dataset, data, collate, pin_memory, data.shuffle, data.drop_last, reader)
 
 
 def _loader(
@@ -263,18 +282,17 @@ def _loader(
     pin_memory: bool,
     shuffle: bool,
     drop_last: bool,
-    rank: int = 0,
-    world_size: int = 1,
+    reader: _Reader,
 ) -> Loader:
     options: dict[str, Any] = {
-        "seed": _seed(data),
+        "seed": reader.seed,
         "drop_last": drop_last,
         "num_workers": data.num_workers,
         "prefetch_factor": data.prefetch_factor,
         "pin_memory": pin_memory if data.pin_memory is None else data.pin_memory,
         "collate": collate,
-        "rank": rank,
-        "world_size": world_size,
+        "rank": reader.rank,
+        "world_size": reader.world_size,
     }
     if isinstance(dataset, IterableDataset):
         return StreamLoader(dataset, data.micro_batch_size, **options)

@@ -17,7 +17,7 @@ _SHIFT = np.uint64(33)
 _MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 
 
-def derive_seed(*parts: int) -> int:
+def derive_seed(*parts: int | str) -> int:
     """A 64-bit seed that depends on every part and on their order."""
     text = ":".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

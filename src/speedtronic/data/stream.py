@@ -29,6 +29,14 @@ class StatefulLoader(Protocol):
         """Make the next `iter` continue at a saved position."""
 
 
+@runtime_checkable
+class SeekingLoader(StatefulLoader, Protocol):
+    """One that can also pass over batches without reading them."""
+
+    def skip_batches(self, batches: int) -> None:
+        """Move the position on by `batches`, over the ends of epochs too; the next `iter` continues there."""
+
+
 def infinite_batches(loader: Iterable[Any]) -> Iterator[Any]:
     """Batches of `loader`, pass after pass. Raises DataError when a whole pass yields nothing."""
     while True:
@@ -120,6 +128,17 @@ class BatchStream:
                 self._delivered += 1
                 return batch
             self._end_pass()
+
+    def skip(self, batches: int) -> None:
+        """Go on after the next `batches` batches; one that cannot seek has to read them."""
+        if isinstance(self._loader, SeekingLoader):
+            self._batches = None
+            self._resumed = None
+            self._loader.skip_batches(batches)
+            return
+        self._warn(f"the data loader cannot seek: reading {batches} batches to go on behind them")
+        for _ in range(batches):
+            next(self)
 
     def _waiting(self) -> AbstractContextManager[None]:
         # Our own loaders see to it themselves, and say more.

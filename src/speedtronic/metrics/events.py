@@ -64,5 +64,29 @@ EVENTS: Mapping[str, EventKind] = {
         "the sizes were looked at before training",
         ("device_type", "precision", "alignment", "warning_count"),
     ),
+    "delta_upload_queued": EventKind(
+        "DumbDiLoCo: a pseudo-gradient is on this node's disk, from where it will reach the store",
+        ("step", "seq", "bytes"),
+    ),
+    "delta_uploaded": EventKind("DumbDiLoCo: the store has a pseudo-gradient", ("seq", "bytes", "session")),
+    "delta_upload_skipped": EventKind(
+        "DumbDiLoCo: a boundary without an upload; the next pseudo-gradient holds its progress too", ("step", "reason")
+    ),
+    "delta_upload_failed": EventKind(
+        "DumbDiLoCo: a pseudo-gradient could not be written or sent; it is tried again",
+        ("error",),
+        ("step", "seq", "session"),
+    ),
+    "delta_rejected": EventKind("DumbDiLoCo: the master took in no such pseudo-gradient", ("seq", "session", "reason")),
+    "global_installed": EventKind(
+        "DumbDiLoCo: this node trains on from new global weights; `staleness` counts rounds, `pending` this node's "
+        "pseudo-gradients that are not in them yet",
+        ("step", "version", "staleness", "pending"),
+    ),
+    "outer_step": EventKind(
+        "DumbDiLoCo: the master published a version; `fraction` is the share of the expected work that was in, "
+        "`rounds` the sum of the shares so far",
+        ("version", "deltas", "nodes", "fraction", "rounds", "rejected"),
+    ),
     "log": EventKind("a message for people; hooks do not hear it", ("level", "message")),
 }

@@ -21,6 +21,10 @@ _EVENT_LEVELS: Mapping[str, int] = {
     "optimizer_step_skipped": WARNING,
     "shape_warning": WARNING,
     "interrupted": WARNING,
+    "delta_upload_queued": LEVELS["DEBUG"],
+    "delta_upload_skipped": WARNING,
+    "delta_upload_failed": WARNING,
+    "delta_rejected": WARNING,
 }
 
 

@@ -60,6 +60,12 @@ class StepReporter:
         self.records.append(record)
         self._logger.emit("train_step", record)
 
+    def move_to(self, samples: int, tokens: int) -> None:
+        """Set the cumulative counters, without counting the difference as this invocation's work."""
+        self._first.samples += samples - self._counters.samples
+        self._first.tokens += tokens - self._counters.tokens
+        self._counters.samples, self._counters.tokens = samples, tokens
+
     def elapsed(self) -> float:
         """Seconds since this invocation began."""
         return time.perf_counter() - self.started

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 
 @runtime_checkable
 class SyncCoordinator(Protocol):
@@ -30,3 +32,40 @@ class PreparesState(Protocol):
     """A coordinator that wants its checkpointed state before it reads anything remote in `start`."""
 
     def prepare_state(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class CountsWork(Protocol):
+    """A coordinator that wants to know what a step was trained on, before it hears of the step."""
+
+    def count(self, samples: int, tokens: int | Tensor) -> None:
+        """`tokens` is a 0-dim tensor where it was counted on the device; reading it would wait for the device."""
+
+
+class WorkPosition(Protocol):
+    """How far a run has come: optimizer steps, and the samples and tokens trained on."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
+@runtime_checkable
+class MovesOn(Protocol):
+    """A coordinator that may know that work which lies ahead was done already, in a life of this run now forgotten."""
+
+    def continue_at(self) -> WorkPosition | None:
+        """Where the trainer should go on; said once. Asked after `start` and after each optimizer step."""
+
+
+@runtime_checkable
+class HandsOver(Protocol):
+    """A coordinator that hands over the last work of a run before the last checkpoint, which then knows of it."""
+
+    def hand_over(self) -> None:
+        """Called on the training thread when no step is to follow, perhaps more than once."""

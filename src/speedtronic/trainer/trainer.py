@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from speedtronic.trainer.step import (
     move_batch,
     token_parts,
 )
-from speedtronic.trainer.sync import PreparesState, SyncCoordinator
+from speedtronic.trainer.sync import CountsWork, HandsOver, MovesOn, PreparesState, SyncCoordinator
 from speedtronic.trainer.throughput import device_peak_flops, training_flops_per_token
 
 # A scaler starts at 2¹⁶ and halves at each overflow: a run that still overflows after this many halvings in a row
@@ -202,6 +203,7 @@ class Trainer:
             fit = self._begin(max_steps, stack)
             self._validate_shapes()
             self._start_coordinator(stack)
+            self._move_on(fit)
             self._begin_average()
             self._announce(fit)
             while fit.wants_more(self.step):
@@ -338,6 +340,7 @@ class Trainer:
             return False
         update = self._advance(batches, loss, norm, bad)
         self._report(fit, fit.readback.add(update))
+        self._move_on(fit)
         return True
 
     def _take_micro_batches(self) -> list[Any]:
@@ -412,15 +415,16 @@ class Trainer:
         if self.scheduler is not None:
             self.scheduler.step()
         self.step += 1
-        self._synchronise()
-        self._average_weights(bad)
         sizes = [self._batch_size_and_tokens(batch) for batch in batches]
+        samples, tokens = sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)
+        self._synchronise(samples, tokens)
+        self._average_weights(bad)
         return Update(
             step=self.step,
             lr=self._learning_rate(),
             lr_applied=lr_applied,
-            samples=sum(samples for samples, _ in sizes),
-            tokens=sum(tokens for _, tokens in sizes),
+            samples=samples,
+            tokens=tokens,
             micro_batches=len(batches),
             loss=loss,
             grad_norm=norm,
@@ -431,13 +435,44 @@ class Trainer:
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _synchronise(self) -> None:
-        if self.coordinator is None or not self.coordinator.after_optimizer_step(self.model, self.step):
+    def _synchronise(self, samples: int, tokens: int | Tensor) -> None:
+        coordinator = self.coordinator
+        if coordinator is None:
+            return
+        if isinstance(coordinator, CountsWork):
+            coordinator.count(samples, tokens)
+        if not coordinator.after_optimizer_step(self.model, self.step):
             return
         distributed = self.config.distributed
         # A configured DumbDiLoCo asks after each exchange and leaves it to its key; any other coordinator means it.
         if distributed.reset_inner_optimizer or not distributed.enabled:
             self.optimizer.state.clear()
+
+    def _move_on(self, fit: _Fit) -> None:
+        """Pass over the work that the coordinator knows to be done: its data, its steps, its learning rates."""
+        if self.coordinator is None or not isinstance(self.coordinator, MovesOn):
+            return
+        position = self.coordinator.continue_at()
+        if position is None or position.step <= self.step:
+            return
+        self._settle()
+        steps = position.step - self.step
+        self.logger.info(f"steps {self.step + 1} to {position.step} were trained before: going on behind them")
+        self._batches.skip(steps * self.config.accumulation_steps)
+        self._advance_scheduler(steps)
+        self.step = position.step
+        fit.reporter.move_to(position.samples, position.tokens)
+
+    def _advance_scheduler(self, steps: int) -> None:
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR):
+            self.scheduler.last_epoch += steps
+            self._recompute_learning_rates()
+        elif self.scheduler is not None:
+            with warnings.catch_warnings():
+                # It takes a step for forgotten where the optimizer has made none.
+                warnings.simplefilter("ignore")
+                for _ in range(steps):
+                    self.scheduler.step()
 
     def _average_weights(self, bad: Tensor) -> None:
         """Take in the weights that the next update starts from, which a coordinator may have replaced."""
@@ -478,6 +513,8 @@ class Trainer:
 
     def _evaluate_and_save_if_due(self, fit: _Fit) -> None:
         """Evaluate first, so that a checkpoint of this step knows its loss; it is written even if that fails."""
+        if not fit.wants_more(self.step):
+            self._hand_over()
         every = self.config.eval.every_steps
         if every is None or self.step % every != 0:
             self._save_if_due(fit)
@@ -488,6 +525,12 @@ class Trainer:
             self._evaluate(fit)
         finally:
             self._save_if_due(fit)
+
+    def _hand_over(self) -> None:
+        if self.coordinator is not None and isinstance(self.coordinator, HandsOver):
+            # Raises for a non-finite step now, and not after others have it.
+            self._settle()
+            self.coordinator.hand_over()
 
     def _evaluate(self, fit: _Fit) -> None:
         if self._evaluator is None or fit.evaluated_at == self.step:
@@ -515,6 +558,7 @@ class Trainer:
 
     def _finish(self, fit: _Fit) -> TrainResult:
         self._settle()
+        self._hand_over()
         try:
             if self.config.eval.at_end and fit.reporter.records and fit.signals.received is None:
                 self._evaluate(fit)

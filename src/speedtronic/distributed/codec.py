@@ -1,0 +1,137 @@
+"""How a pseudo-gradient becomes smaller on its way to the store: one file for all codecs, which are pure.
+
+A codec that loses something gives back what it lost as a residual, which is added to the next pseudo-gradient (error
+feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014):
+
+    e = residual + delta        q = Q(e)        residual = e - q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from speedtronic.distributed.tensors import Form, Schema, Tensors, check_same
+
+
+class Encoded(NamedTuple):
+    """A pseudo-gradient that was encoded.
+
+    Attributes:
+        tensors: what is sent.
+        decoded: what the receiver makes of it. May share memory with `tensors` or with the pseudo-gradient.
+        residual: what was lost; None where nothing was.
+    """
+
+    tensors: Tensors
+    decoded: Tensors
+    residual: Tensors | None
+
+
+class Codec(Protocol):
+    """Encodes the trained parameters' pseudo-gradient: float32 and complex64 tensors on the CPU."""
+
+    @property
+    def name(self) -> str:
+        """What `distributed.codec` calls it."""
+
+    def encode(self, delta: Tensors, residual: Tensors | None) -> Encoded:
+        """Encode residual + delta. Neither is changed, so whoever cannot send the result still has them.
+
+        Raises:
+            ValueError: the residual has other names or shapes than the pseudo-gradient.
+        """
+
+    def decode(self, encoded: Mapping[str, Tensor], schema: Schema) -> Mapping[str, Tensor]:
+        """The pseudo-gradient of what `encode` gave, by the names of the schema's trained parameters.
+
+        Each tensor is decoded when it is asked for, so that memory holds one at a time.
+        """
+
+    def expected(self, schema: Schema) -> dict[str, Form]:
+        """The names and forms of the tensors that `encode` gives for a model of this schema."""
+
+
+class Fp32Codec:
+    """Sends a pseudo-gradient as it is."""
+
+    name = "fp32"
+
+    def encode(self, delta: Tensors, residual: Tensors | None) -> Encoded:
+        total = _sum(delta, residual)
+        return Encoded(total, total, None)
+
+    def decode(self, encoded: Mapping[str, Tensor], schema: Schema) -> Mapping[str, Tensor]:
+        return encoded
+
+    def expected(self, schema: Schema) -> dict[str, Form]:
+        return schema.forms("trained")
+
+
+class Bf16Codec:
+    """Sends the upper half of each float32, rounded to nearest even; of a complex number, of both its parts."""
+
+    name = "bf16"
+
+    def encode(self, delta: Tensors, residual: Tensors | None) -> Encoded:
+        encoded: Tensors = {}
+        decoded: Tensors = {}
+        lost: Tensors = {}
+        for name, total in _sum(delta, residual).items():
+            encoded[name] = _real(total).to(torch.bfloat16)
+            decoded[name] = _widened(encoded[name], total.is_complex())
+            lost[name] = total - decoded[name]
+        return Encoded(encoded, decoded, lost)
+
+    def decode(self, encoded: Mapping[str, Tensor], schema: Schema) -> Mapping[str, Tensor]:
+        return _Decoded(encoded, lambda name, sent: _widened(sent, schema.entries[name].dtype.is_complex))
+
+    def expected(self, schema: Schema) -> dict[str, Form]:
+        return {
+            name: Form(torch.bfloat16, (*form.shape, 2) if form.dtype.is_complex else form.shape)
+            for name, form in schema.forms("trained").items()
+        }
+
+
+_CODECS: Mapping[str, type[Fp32Codec] | type[Bf16Codec]] = {codec.name: codec for codec in (Fp32Codec, Bf16Codec)}
+
+
+def make_codec(name: str) -> Codec:
+    """The codec of this name. Raises ValueError for any but `fp32` and `bf16`."""
+    if name not in _CODECS:
+        raise ValueError(f"there is no codec {name!r}; there are {', '.join(_CODECS)}")
+    return _CODECS[name]()
+
+
+class _Decoded(Mapping[str, Tensor]):
+    def __init__(self, encoded: Mapping[str, Tensor], decode: Callable[[str, Tensor], Tensor]) -> None:
+        self._encoded = encoded
+        self._decode = decode
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._decode(name, self._encoded[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._encoded)
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+
+def _sum(delta: Tensors, residual: Tensors | None) -> Tensors:
+    if residual is None:
+        return delta
+    check_same(delta, residual)
+    return {name: tensor + residual[name] for name, tensor in delta.items()}
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _widened(sent: Tensor, is_complex: bool) -> Tensor:
+    wide = sent.to(torch.float32)
+    return torch.view_as_complex(wide) if is_complex else wide

@@ -1,0 +1,184 @@
+"""What a store holds: its version, who sent what, and what still waits. Reads the newest manifest and one listing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from speedtronic.distributed.effects import Procedure, perform
+from speedtronic.distributed.protocol import (
+    DELTAS,
+    DeltaId,
+    Manifest,
+    Mark,
+    find_head,
+    is_processed,
+    list_all,
+    parse_delta_name,
+)
+from speedtronic.distributed.stores.base import Store
+from speedtronic.errors import StoreContentError
+
+
+@dataclass(frozen=True)
+class SessionStatus:
+    """What one life of a node has sent. A restarted node begins another session.
+
+    Attributes:
+        session: its name.
+        seq: number of its last delta that a version has dealt with; 0 when none.
+        step: optimizer steps of the node that the versions contain, those of its former sessions included.
+        samples, tokens: what the node had trained on by then, counted alike.
+        seen: when the master last dealt with one of its deltas (UTC, ISO 8601, by the master's clock); None when never.
+        version: the version that did.
+        versions_behind: how many versions there were since then.
+        rounds_behind: how many rounds: versions weigh as much as the share of the nodes that were in them.
+        bytes: size of all its deltas so far.
+        rejected: how many of its deltas were refused.
+        reason: why the last of those was.
+        outstanding: how many of its deltas lie in the store and wait for the master.
+        outstanding_bytes: their size.
+    """
+
+    session: str
+    seq: int
+    step: int
+    samples: int
+    tokens: int
+    seen: str | None
+    version: int | None
+    versions_behind: int | None
+    rounds_behind: float | None
+    bytes: int
+    rejected: int
+    reason: str | None
+    outstanding: int
+    outstanding_bytes: int
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node and its sessions, the newest one last."""
+
+    name: str
+    sessions: tuple[SessionStatus, ...]
+
+
+@dataclass(frozen=True)
+class StoreStatus:
+    """The state of a store.
+
+    Attributes:
+        url: the store's address, without secrets.
+        version: of the global weights, which is the number of outer steps.
+        time: when that version was made (UTC, ISO 8601, by the master's clock).
+        rounds: how many rounds the versions add up to.
+        weights_bytes: size of the weights.
+        nodes: all that have sent something, by name.
+    """
+
+    url: str
+    version: int
+    time: str
+    rounds: float
+    weights_bytes: int
+    nodes: tuple[NodeStatus, ...]
+
+    @property
+    def outstanding(self) -> int:
+        """How many deltas wait for the master."""
+        return sum(session.outstanding for session in self._sessions())
+
+    @property
+    def outstanding_bytes(self) -> int:
+        return sum(session.outstanding_bytes for session in self._sessions())
+
+    def _sessions(self) -> Iterator[SessionStatus]:
+        return (session for node in self.nodes for session in node.sessions)
+
+
+def store_status(store: Store) -> StoreStatus:
+    """Look at a store. No weights and no deltas are downloaded.
+
+    Raises:
+        StoreContentError: there is no version yet, or it cannot be read.
+        StoreError: the store could not be asked.
+    """
+    return perform(_status(store.url), store)
+
+
+def _status(url: str) -> Procedure[StoreStatus]:
+    head = yield from newest_manifest(url)
+    waiting = yield from _outstanding(head)
+    return StoreStatus(
+        url=url,
+        version=head.version,
+        time=head.time,
+        rounds=head.rounds,
+        weights_bytes=head.weights.size,
+        nodes=_nodes(head, waiting),
+    )
+
+
+def newest_manifest(url: str) -> Procedure[Manifest]:
+    """The head of the store at `url`.
+
+    Raises:
+        StoreContentError: there is none, or it cannot be read.
+    """
+    try:
+        head = yield from find_head(None)
+    except StoreContentError as error:
+        raise StoreContentError(f"{url}: {error}") from None
+    if head is None:
+        raise StoreContentError(
+            f"{url}: there is no version in it: no master has published yet, or the address is another one; "
+            "a master starts by `speedtronic diloco master CONFIG`"
+        )
+    return head
+
+
+def _outstanding(head: Manifest) -> Procedure[dict[DeltaId, int]]:
+    """The deltas that wait for the master, with their sizes. Those that the head has dealt with are about to go."""
+    waiting: dict[DeltaId, int] = {}
+    for entry in (yield from list_all(DELTAS)):
+        delta = parse_delta_name(entry.name)
+        if delta is not None and not is_processed(head, delta):
+            waiting[delta] = max(entry.size, waiting.get(delta, 0))  # of several copies all but one are torn
+    return waiting
+
+
+def _nodes(head: Manifest, waiting: Mapping[DeltaId, int]) -> tuple[NodeStatus, ...]:
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for delta, size in waiting.items():
+        sizes[delta.lineage].append(size)
+    nodes: dict[str, list[SessionStatus]] = defaultdict(list)
+    for lineage in sorted(head.marks.keys() | sizes.keys()):
+        node, _, session = lineage.partition("/")
+        nodes[node].append(_session(head, session, head.marks.get(lineage), sizes[lineage]))
+    return tuple(NodeStatus(name, tuple(sorted(sessions, key=_age))) for name, sessions in nodes.items())
+
+
+def _session(head: Manifest, session: str, mark: Mark | None, waiting: Sequence[int]) -> SessionStatus:
+    return SessionStatus(
+        session=session,
+        seq=mark.seq if mark else 0,
+        step=mark.step if mark else 0,
+        samples=mark.samples if mark else 0,
+        tokens=mark.tokens if mark else 0,
+        seen=mark.time if mark else None,
+        version=mark.version if mark else None,
+        versions_behind=head.version - mark.version if mark else None,
+        rounds_behind=head.rounds - mark.rounds if mark else None,
+        bytes=(mark.bytes if mark else 0) + sum(waiting),
+        rejected=mark.rejected if mark else 0,
+        reason=mark.reason if mark else None,
+        outstanding=len(waiting),
+        outstanding_bytes=sum(waiting),
+    )
+
+
+def _age(session: SessionStatus) -> tuple[bool, int, str]:
+    """Orders sessions from old to new: one that no version knows yet has begun last."""
+    return session.version is None, session.version or 0, session.session

@@ -1,0 +1,21 @@
+"""Where nodes leave what they send each other: one narrow protocol, and a store for each kind of place."""
+
+from __future__ import annotations
+
+from speedtronic.distributed.stores.base import Entry, Listing, Store
+from speedtronic.distributed.stores.local import FolderStore
+from speedtronic.distributed.stores.memory import MemoryStore
+from speedtronic.distributed.stores.opening import open_store
+from speedtronic.distributed.stores.probe import prove_exclusive
+from speedtronic.distributed.stores.retrying import RetryingStore
+
+__all__ = [
+    "Entry",
+    "FolderStore",
+    "Listing",
+    "MemoryStore",
+    "RetryingStore",
+    "Store",
+    "open_store",
+    "prove_exclusive",
+]

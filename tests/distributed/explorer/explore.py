@@ -1,0 +1,237 @@
+"""Makes a schedule of a seed, runs it to its quiet end, and judges it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from dataclasses import dataclass
+
+import torch
+
+from speedtronic.distributed.ledger import SPOOL
+from speedtronic.distributed.rounds import MasterSettings
+from tests.distributed.explorer.machines import MasterMachine, NodeMachine
+from tests.distributed.explorer.schedule import Faults, Pause, Process, Stage, Task
+from tests.distributed.explorer.truth import SLOTS, Rule, ScheduleError, Truth
+
+_LONGEST_CALM = 200  # rounds of all tasks after which it must be quiet
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a seed decides about a schedule before it begins."""
+
+    seed: int
+    ticks: int
+    nodes: int
+    masters: int
+    units_each: int
+    inner_steps: int
+    even: bool
+    codec: str
+    offsets: bool
+    buffers: bool
+    new_disks: bool
+    checkpoint_share: float
+    settings: MasterSettings
+    faults: Faults
+
+    @classmethod
+    def of(cls, seed: int) -> Plan:
+        choices = random.Random(seed)
+        nodes = choices.choice((1, 2, 2, 3))
+        expected = choices.choice((None, nodes))
+        synchronous = expected is not None and choices.random() < 0.2
+        quorum = expected if synchronous else choices.choice((None, 1))
+        trouble = choices.choice((0.0, 0.03, 0.1))
+        settings = MasterSettings(
+            outer=choices.choice(("nesterov", "nesterov", "sgd", "delayed_nesterov")),
+            codec=(codec := choices.choice(("fp32", "fp32", "bf16"))),
+            expected_nodes=expected,
+            quorum=quorum,
+            grace=None if synchronous else choices.choice((None, 5.0, 40.0)),
+            max_staleness=choices.choice((None, None, None, 1.5)),
+            keep_versions=choices.choice((1, 2, 4)),
+            poll_interval=5.0,
+        )
+        return cls(
+            seed=seed,
+            ticks=choices.choice((150, 250, 400)),
+            nodes=nodes,
+            masters=choices.choice((1, 2)),
+            units_each=choices.choice((8, 14)),
+            inner_steps=choices.choice((1, 2, 3)),
+            even=choices.random() < 0.6,
+            codec=codec,
+            offsets=choices.random() < 0.2,
+            buffers=choices.random() < 0.3,
+            new_disks=choices.random() < 0.25,
+            checkpoint_share=choices.choice((0.0, 0.1, 0.3)),
+            settings=settings,
+            faults=Faults(
+                lost=trouble,
+                repeated=trouble / 2,
+                failed=trouble,
+                late=trouble,
+                doubled=trouble,
+                torn=choices.choice((0.0, 0.0, 0.2)),
+                disk=choices.choice((0.0, 0.0, 0.2)),
+                crash=choices.choice((0.0, 0.01, 0.03)),
+                sleep=choices.choice((0.0, 0.0, 0.01)),
+                lag=choices.choice((0, 0, 30)),
+                page=choices.choice((1000, 2)),
+            ),
+        )
+
+
+class Exploration:
+    """One schedule. `run` raises ScheduleError when the protocol did not keep its word."""
+
+    def __init__(self, plan: Plan, *, keep_trace: bool = False) -> None:
+        self.plan = plan
+        settings = plan.settings
+        self.truth = Truth(
+            Rule(
+                outer=settings.outer,
+                lr=settings.learning_rate,
+                momentum=settings.outer_momentum,
+                expected=settings.expected_nodes,
+                even=plan.even,
+                keep_versions=settings.keep_versions,
+                max_staleness=settings.max_staleness,
+            )
+        )
+        self.stage = Stage(plan.seed, plan.faults, self.truth, keep_trace=keep_trace)
+        self.truth.bucket = self.stage.bucket
+        self.stage.on_write = self._written
+        self.choices = self.stage.choices
+        self.lives = 0
+        self.nodes = [self._node(index) for index in range(plan.nodes)]
+        nonces = itertools.count()
+        units = plan.nodes * plan.units_each
+        self.masters = [
+            MasterMachine(self.stage, f"master{index}", units, plan.buffers, settings, nonces)
+            for index in range(plan.masters)
+        ]
+
+    def _node(self, index: int) -> NodeMachine:
+        plan = self.plan
+        return NodeMachine(
+            self.stage,
+            self.truth,
+            name=f"node{index}",
+            units=plan.nodes * plan.units_each,
+            buffers=plan.buffers,
+            first=index * plan.units_each,
+            count=plan.units_each,
+            inner_steps=plan.inner_steps if plan.even else self.choices.choice((1, 2, 3)),
+            tokens=8 if plan.even else self.choices.choice((4, 8, 16)),
+            codec=plan.codec,
+            offset=0.25 if plan.offsets and index else 0.0,
+            checkpoint_share=plan.checkpoint_share,
+            waits_for_the_store=self.choices.random() < 0.5,
+        )
+
+    def run(self) -> None:
+        for machine in self.choices.sample([*self.nodes, *self.masters], len(self.nodes) + len(self.masters)):
+            self._start(machine)
+        for _ in range(self.plan.ticks):
+            self._maybe_end_something()
+            self.stage.tick()
+        self._become_quiet()
+        self.truth.judge([node.span() for node in self.nodes])
+        self._all_agree()
+
+    def _start(self, machine: NodeMachine | MasterMachine) -> None:
+        self.lives += 1
+        if isinstance(machine, MasterMachine):
+            machine.start()
+        else:
+            machine.start(machine.newest())
+
+    def _maybe_end_something(self) -> None:
+        if self.choices.random() >= self.plan.faults.crash:
+            return
+        machine = self.choices.choice([*self.nodes, *self.masters])
+        if machine.life is None:
+            self._start(machine)
+        elif isinstance(machine, MasterMachine):
+            machine.crash()
+        else:
+            self._crash(machine)
+        if machine.life is None and self.choices.random() < 0.5:
+            self._start(machine)
+
+    def _crash(self, node: NodeMachine) -> None:
+        new_disk = self.plan.new_disks and self.choices.random() < 0.4
+        node.crash(self.choices, new_disk=new_disk)
+        if new_disk:
+            self.stage.bucket.settle(f"in/{node.name}/")
+
+    def _written(self, process: Process, name: str, data: bytes) -> None:
+        if name != SPOOL:
+            return
+        committed = self.truth.spooled(process.name, data)
+        node = next(node for node in self.nodes if node.name == process.name)
+        assert node.life is not None
+        node.life.committed(committed, self.truth.committed[committed].units)
+
+    # --- The end
+
+    def _become_quiet(self) -> None:
+        self.stage.calm_down()
+        self.stage.note("calm")
+        for machine in [*self.nodes, *self.masters]:
+            if isinstance(machine, MasterMachine) and machine.settings.synchronous:
+                self._no_longer_synchronous(machine)
+            if machine.life is None:
+                self._start(machine)
+        for _ in range(_LONGEST_CALM):
+            self.stage.bucket.now += 10  # no need to wait long for a grace time
+            for process in self.stage.processes:
+                for task in [*process.tasks[:1] * 6, *process.tasks]:
+                    self._finish(process, task)
+            if self._is_quiet():
+                return
+        raise ScheduleError(f"it does not become quiet: {self._unrest()}")
+
+    def _no_longer_synchronous(self, machine: MasterMachine) -> None:
+        """A round of all would wait for ever for nodes that have nothing left to send."""
+        if machine.life is not None:
+            machine.crash()
+        machine.settings = dataclasses.replace(
+            machine.settings, lr=machine.settings.learning_rate, momentum=machine.settings.outer_momentum, grace=1.0
+        )
+
+    def _finish(self, process: Process, task: Task) -> None:
+        """Let a task do one whole piece of work; the training goes on until it pauses."""
+        while self.stage.move(process, task) and task.work is not None and not isinstance(task.asks, Pause):
+            self.stage.bucket.now += 1
+
+    def _is_quiet(self) -> bool:
+        return not self._unrest()
+
+    def _unrest(self) -> list[str]:
+        truth = self.truth
+        version = len(truth.heads) - 1
+        waiting = [
+            name
+            for name, delta in truth.committed.items()
+            if delta.reachable and not truth.has_dealt_with(version, name)
+        ]
+        waiting += [name for name in self.stage.bucket.names() if name.startswith("in/")]
+        for machine in self.nodes:
+            assert machine.life is not None
+            if not machine.life.is_quiet(version):
+                waiting.append(f"{machine.name} at version {machine.life.node.version} of {version}")
+        return waiting
+
+    def _all_agree(self) -> None:
+        """A node that has nothing to add holds the weights of the head."""
+        weights = torch.as_tensor(self.truth.weights(len(self.truth.heads) - 1)[SLOTS])
+        for machine in self.nodes:
+            assert machine.life is not None
+            off = float((machine.life.model.get_parameter(SLOTS).detach() - weights).abs().max())
+            if off > 1e-5:
+                raise ScheduleError(f"{machine.name} is idle and differs from the head by {off:.3g}")

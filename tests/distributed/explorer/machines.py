@@ -1,0 +1,302 @@
+"""The machines of a schedule: nodes that train a model whose weights show what each delta carries, and masters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedtronic.distributed.codec import make_codec
+from speedtronic.distributed.node import Install, Node
+from speedtronic.distributed.protocol import DeltaId
+from speedtronic.distributed.rounds import Master, MasterSettings
+from speedtronic.distributed.tensors import Schema, Tensors, rebase_, snapshot
+from tests.distributed.explorer.schedule import PAUSE, Process, Stage, Task, Work
+from tests.distributed.explorer.truth import LATEST, MEAN, SLOTS, ScheduleError, Span, Truth
+
+_LOCAL = 0.05  # what bfloat16 leaves behind, of a slot that moves by 1
+
+
+class Counting(nn.Module):
+    """A model with one slot for each unit of data. Training on a unit lowers its slot by one."""
+
+    def __init__(self, units: int, buffers: bool) -> None:
+        super().__init__()
+        self.register_parameter(SLOTS, nn.Parameter(torch.zeros(units)))
+        if buffers:
+            self.register_buffer(MEAN, torch.zeros(2))
+            self.register_buffer(LATEST, torch.zeros(1, dtype=torch.int64))
+
+    @torch.no_grad()
+    def train_on(self, unit: int, step: int) -> None:
+        self.get_parameter(SLOTS)[unit] -= 1.0
+        for name, buffer in self.named_buffers():
+            buffer.copy_(buffer * 0.5 + step) if name == MEAN else buffer.fill_(step)
+
+
+def values_of(model: Counting) -> Tensors:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    model: Tensors
+    state: dict[str, Any]
+    step: int
+    unsent: frozenset[int]
+
+
+@dataclass(slots=True)
+class NodeMachine:
+    """A node through all its lives.
+
+    Args:
+        units: of all nodes.
+        buffers: whether the model has any.
+        first, count: the units of data that are its own.
+        tokens: of one inner step.
+        offset: what its initial weights differ by from the master's.
+    """
+
+    stage: Stage
+    truth: Truth
+    name: str
+    units: int
+    buffers: bool
+    first: int
+    count: int
+    inner_steps: int
+    tokens: int
+    codec: str
+    offset: float
+    checkpoint_share: float
+    waits_for_the_store: bool
+    files: dict[str, bytes] = field(default_factory=dict)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    lives: int = 0
+    life: NodeLife | None = None
+
+    def new_session(self) -> str:
+        return f"s{self.lives:04d}"
+
+    def start(self, checkpoint: Checkpoint | None) -> None:
+        self.lives += 1
+        self.life = NodeLife(self, checkpoint)
+
+    def crash(self, choices: random.Random, *, new_disk: bool) -> None:
+        assert self.life is not None
+        self.stage.end(self.life.process)
+        self.life = None
+        if choices.random() < 0.1:
+            self.checkpoints = self.checkpoints[:-1]  # the newest is damaged
+        if choices.random() < 0.03:
+            self.checkpoints = []
+        if new_disk:
+            self.files.clear()
+            self.stage.troubles["new disk"] += 1
+            gone = self.truth.disk_lost(self.name)
+            self.stage.late = [asks for asks in self.stage.late if not asks.name.startswith(tuple(_stems(gone)))]
+            self.stage.note(f"{self.name} gets a new disk; nobody has {sorted(gone)} any more")
+
+    def newest(self) -> Checkpoint | None:
+        return self.checkpoints[-1] if self.checkpoints else None
+
+    def span(self) -> Span:
+        return Span(self.name, self.first, self.count)
+
+
+class NodeLife:
+    """One process of a node: its training and its lanes."""
+
+    def __init__(self, machine: NodeMachine, checkpoint: Checkpoint | None) -> None:
+        self.machine = machine
+        self.stage = machine.stage
+        self.checkpoint = checkpoint
+        self.model = Counting(machine.units, machine.buffers)
+        if checkpoint is None:
+            with torch.no_grad():
+                self.model.get_parameter(SLOTS).add_(machine.offset)
+        else:
+            self.model.load_state_dict(checkpoint.model)
+        self.step = 0 if checkpoint is None else checkpoint.step
+        self.unsent = set[int]()
+        self.pending: list[str] = []
+        if checkpoint is not None:
+            self._take_up(checkpoint)
+        self.seconds = 0.0
+        self.begun = False
+        self.looks = 0
+        self.process = Process(machine.name, machine.files)
+        self.process.tasks = [
+            Task("trainer", self._training),
+            Task("spool", lambda: self._lane(self.node.spool()) if self.begun and self.node.commits else None),
+            Task("upload", lambda: self._lane(self.node.upload()) if self.begun and self.node.uploads else None),
+            Task("poll", lambda: self._look() if self.begun else None),
+        ]
+        self.node = Node(
+            Schema.of(self.model),
+            node=machine.name,
+            session=machine.new_session(),
+            codec=make_codec(machine.codec),
+            inner_steps=machine.inner_steps,
+            initial=snapshot(self.model),
+            say=self._heard,
+            now=lambda: f"t{self.stage.now}",
+        )
+        self.stage.processes.append(self.process)
+        self.stage.note(f"{machine.name} starts as {self.node.session}, {'at' if checkpoint else 'new at'} {self.step}")
+
+    def _take_up(self, checkpoint: Checkpoint) -> None:
+        """What the node should know from its checkpoint: what is not sent yet, and what is sent and in no version."""
+        truth, name = self.machine.truth, self.machine.name
+        pending = [DeltaId(name, one["session"], one["seq"]).name for one in checkpoint.state["pending"]]
+        lost = [truth.committed[delta] for delta in pending if not truth.committed[delta].reachable]
+        unsent = checkpoint.unsent.union(*(delta.units for delta in lost))
+        if truth.furthest(name) <= checkpoint.state["covered"]["step"]:
+            self.unsent |= unsent
+            self.pending += [delta for delta in pending if truth.committed[delta].reachable]
+        elif checkpoint.state["version"] is None:
+            # It trained alone, while what an earlier life had sent was in the store.
+            truth.dropped |= unsent - truth.units_of(name)
+
+    def _heard(self, event: str, payload: Mapping[str, Any]) -> None:
+        self.stage.note(f"{self.machine.name} says {event}: {payload.get('message', payload)}")
+
+    def _lane(self, procedure: Any) -> Work:
+        yield from procedure
+
+    def _look(self) -> Work:
+        try:
+            yield from self.node.poll()
+        finally:
+            self.looks += 1
+
+    def _training(self) -> Work:
+        yield from self.node.begin(None if self.checkpoint is None else self.checkpoint.state)
+        self.begun = True
+        while self.machine.waits_for_the_store and not self.looks:
+            yield PAUSE
+        self._install()
+        self._move_on()
+        while True:
+            if self.step < self.machine.count:
+                self._train()
+            elif self.node.version is not None and self.node.unsent_steps > 0:
+                self._hand_over()
+            self._install()
+            self._move_on()
+            yield PAUSE
+            if not self.stage.calm and self.stage.choices.random() < self.machine.checkpoint_share:
+                while self.node.commits:
+                    yield PAUSE
+                self._save()
+
+    def _train(self) -> None:
+        unit = self.machine.first + self.step
+        self.step += 1
+        self.model.train_on(unit, self.step)
+        self.unsent.add(unit)
+        self.seconds += 1.0
+        self.node.count(1, self.machine.tokens)
+        self.node.stepped(self.step)
+        if self.node.wants_boundary():
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self.node.take() == "queued":
+            values = snapshot(self.model, into=self.node.spare(), names=self.node.exchanged)
+            self.node.boundary(values, self.seconds)
+            self.seconds = 0.0
+
+    def committed(self, name: str, units: frozenset[int]) -> None:
+        """A delta of this life is on the disk."""
+        self.pending.append(name)
+        self.unsent -= units
+
+    def _install(self) -> None:
+        install = self.node.installable()
+        if install is None:
+            return
+        rebase_(self.model, install.new_base, install.base, adopt=install.adopt)
+        self.node.installed(install)
+        if install.adopt:
+            self.machine.truth.dropped |= self.unsent
+            self.unsent.clear()
+        self.stage.note(f"{self.machine.name} installs {install.manifest.version}{' (adopts)' * install.adopt}")
+        self._compare(install)
+
+    def _compare(self, install: Install) -> None:
+        """The model is the version, plus what it lacks of this node: nothing lost here, nothing learnt twice."""
+        truth = self.machine.truth
+        version = install.manifest.version
+        self.pending = [name for name in self.pending if not truth.has_dealt_with(version, name)]
+        wanted = torch.tensor(truth.weights(version)[SLOTS])
+        for name in self.pending:
+            wanted -= torch.as_tensor(truth.committed[name].values[SLOTS])
+        wanted[list(self.unsent)] -= 1.0
+        off = (self.model.get_parameter(SLOTS).detach() - wanted).abs()
+        if off.max() > _LOCAL:
+            unit = int(off.argmax())
+            raise ScheduleError(
+                f"{self.machine.name} at version {version}: its own slot {unit} is off by "
+                f"{off[unit]:.3g}, with {self.pending} pending and {sorted(self.unsent)} unsent"
+            )
+
+    def _move_on(self) -> None:
+        goal = self.node.continue_at()
+        if goal is not None:
+            self.stage.note(f"{self.machine.name} goes on at {goal.step}, from {self.step}")
+            self.step = goal.step
+
+    def _save(self) -> None:
+        state = self.node.state_dict(patience=0.0)
+        self.machine.checkpoints.append(Checkpoint(values_of(self.model), state, self.step, frozenset(self.unsent)))
+        self.stage.note(f"{self.machine.name} saves a checkpoint at {self.step}")
+
+    def is_quiet(self, version: int) -> bool:
+        node = self.node
+        done = self.begun and self.step == self.machine.count and node.version == version
+        return done and not (node.commits or node.uploads or node.unsent_steps)
+
+
+@dataclass(slots=True)
+class MasterMachine:
+    stage: Stage
+    name: str
+    units: int
+    buffers: bool
+    settings: MasterSettings
+    nonces: Iterator[int]
+    life: Process | None = None
+
+    def start(self) -> None:
+        model = Counting(self.units, self.buffers)
+        master = Master(
+            Schema.of(model),
+            snapshot(model),
+            self.settings,
+            nonce=lambda: f"n{next(self.nonces):04d}",
+            clock=lambda: float(self.stage.now),
+            now=lambda: f"t{self.stage.now}",
+            say=lambda event, payload: self.stage.note(f"{self.name} says {event}: {payload.get('message', payload)}"),
+        )
+        self.life = Process(self.name, {})
+        self.life.tasks = [Task("rounds", lambda: self._round(master))]
+        self.stage.processes.append(self.life)
+        self.stage.note(f"{self.name} starts")
+
+    def _round(self, master: Master) -> Work:
+        yield from master.poll()
+
+    def crash(self) -> None:
+        assert self.life is not None
+        self.stage.end(self.life)
+        self.life = None
+
+
+def _stems(names: set[str]) -> list[str]:
+    return [name.removesuffix(".safetensors") for name in names] or ["\0"]

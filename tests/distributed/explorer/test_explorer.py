@@ -1,0 +1,41 @@
+"""The protocol under thousands of schedules, and the explorer under protocols that lack a rule."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.distributed.explorer.campaign import many, several, story
+from tests.distributed.explorer.mutants import MUTANTS
+
+SCHEDULES = 2000
+JOBS = 2
+TROUBLES = ("lost", "repeated", "failed", "late", "doubled", "torn", "no space", "crash", "new disk")
+
+
+def test_no_schedule_of_a_few_loses_or_doubles_anything() -> None:
+    assert several(range(25)).failure is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_schedule_of_two_thousand_loses_or_doubles_anything() -> None:
+    tally = many(range(SCHEDULES), JOBS)
+    assert tally.failure is None
+    assert tally.schedules == SCHEDULES
+    assert tally.deltas > 2 * SCHEDULES, "there was something to lose"
+    assert all(tally.troubles[trouble] > 100 for trouble in TROUBLES), tally.troubles
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_protocol_without_one_of_its_rules_is_caught(name: str) -> None:
+    failure = several(range(SCHEDULES), name).failure
+    assert failure is not None
+    assert re.search(MUTANTS[name].noticed_as, failure.message), failure.message
+
+
+def test_a_schedule_is_the_same_each_time_that_its_seed_is_given() -> None:
+    first, second = story(17), story(17)
+    assert first == second
+    assert first.endswith("all is as it should be")

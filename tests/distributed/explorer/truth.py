@@ -1,0 +1,355 @@
+"""What must hold in every schedule, seen from outside: from the objects that ever were in the store and the spools.
+
+Nothing here uses the code that it judges. Objects are read with `json` and the safetensors library, and the weights of
+every head are computed again, in float64, from the deltas that the history says were applied.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+
+from tests.distributed.explorer.bucket import Bucket, Copy
+
+SLOTS, MEAN, LATEST = "slots", "mean", "latest"  # one slot for each unit of data; an averaged and an integer buffer
+_HALF = 0.5  # a slot moves by 1 when its unit is trained; what rounding leaves is far below this
+_NEAR = 2e-3
+
+Arrays = dict[str, np.ndarray]
+
+
+class ScheduleError(AssertionError):
+    """A schedule in which the protocol did not keep its word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The settings of the update, as far as the reference needs them. `even`: all nodes have the same n."""
+
+    outer: str
+    lr: float
+    momentum: float
+    expected: int | None
+    even: bool
+    keep_versions: int
+    max_staleness: float | None
+
+
+@dataclass(slots=True)
+class Committed:
+    """A delta that reached a spool.
+
+    Attributes:
+        units: which it carries.
+        reachable: false when its disk was lost before the store had it.
+    """
+
+    machine: str
+    header: dict[str, Any]
+    values: Arrays
+    units: frozenset[int]
+    reachable: bool = True
+
+
+@dataclass(slots=True)
+class Span:
+    """The units of a machine that it has trained or passed over: `count` of them from `first` on."""
+
+    machine: str
+    first: int
+    count: int
+
+
+@dataclass(slots=True)
+class Truth:
+    """What has happened, and whether it may.
+
+    Attributes:
+        heads: every manifest that was ever created, in order.
+        blobs: weights and momentum that ever were in the store.
+        committed: by name, every delta that ever was in a spool.
+        dropped: units that a node gave up with a word, as it may when it takes over weights that are not its own.
+        marks_in_heads, forbids: false for mutants, of which not the forbidden act but its consequence is to be seen.
+    """
+
+    rule: Rule
+    heads: list[dict[str, Any]] = field(default_factory=list)
+    head_bytes: list[bytes] = field(default_factory=list)
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    read: dict[str, Arrays] = field(default_factory=dict)
+    committed: dict[str, Committed] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
+    marks_in_heads: bool = True
+    forbids: bool = True
+    bucket: Bucket = field(init=False)
+
+    # --- While the schedule runs
+
+    def spooled(self, machine: str, data: bytes) -> str:
+        header, values = _delta(data)
+        name = _name_of(header)
+        units = frozenset(int(unit) for unit in np.flatnonzero(values[SLOTS] > _HALF))
+        if np.any(values[SLOTS] < -_HALF) or np.any(values[SLOTS] > 1 + _HALF):
+            raise ScheduleError(f"{name} moves a slot by {values[SLOTS].min():.3g} or {values[SLOTS].max():.3g}")
+        if name in self.committed:
+            raise ScheduleError(f"{name} was committed a second time, with other contents")
+        self.committed[name] = Committed(machine, header, values, units)
+        return name
+
+    def disk_lost(self, machine: str) -> set[str]:
+        """The deltas that nobody has any more."""
+        gone = {
+            name
+            for name, delta in self.committed.items()
+            if delta.machine == machine and not any(copy.whole for copy in self._copies(name))
+        }
+        for name in gone:
+            self.committed[name].reachable = False
+        return gone
+
+    def units_of(self, machine: str) -> set[int]:
+        """What its deltas carry, except those that are lost."""
+        return {unit for delta in self._deltas_of(machine) for unit in delta.units}
+
+    def furthest(self, machine: str) -> int:
+        """The step up to which its deltas cover its data, except those that are lost."""
+        return max((int(delta.header["position"][0]) for delta in self._deltas_of(machine)), default=0)
+
+    def _deltas_of(self, machine: str) -> list[Committed]:
+        return [delta for delta in self.committed.values() if delta.machine == machine and delta.reachable]
+
+    def _copies(self, name: str) -> list[Copy]:
+        stem = name.removesuffix(".safetensors")
+        return [copy for other, lives in self.bucket.lives.items() if other.startswith(stem) for copy in lives]
+
+    def created(self, copy: Copy) -> None:
+        if copy.name.startswith("head/"):
+            self._head(copy)
+        elif copy.name.startswith(("w/", "opt/")) and copy.whole:
+            self.blobs[copy.name] = copy.data
+
+    def deleted(self, copy: Copy) -> None:
+        if not self.forbids:
+            return
+        if copy.name.startswith("head/"):
+            raise ScheduleError(f"{copy.name} was deleted: a master that slept could create it again")
+        if copy.name.startswith("in/"):
+            self._delta_deleted(copy.name)
+        elif copy.name.startswith(("w/", "opt/")):
+            self._blob_deleted(copy.name)
+
+    def _head(self, copy: Copy) -> None:
+        version = int(copy.name.removeprefix("head/").removesuffix(".json"))
+        if version != len(self.heads):
+            raise ScheduleError(f"{copy.name} was created when the chain had {len(self.heads)} heads")
+        head = json.loads(copy.data)
+        if head["version"] != version:
+            raise ScheduleError(f"{copy.name} says that it is version {head['version']}")
+        parent = sha256(self.head_bytes[-1]).hexdigest() if self.head_bytes else None
+        if head["parent"] != parent:
+            raise ScheduleError(f"{copy.name} does not follow on the head before it")
+        for blob in _blobs(head):
+            there = self.bucket.there(blob["path"])
+            if there is None or sha256(there.data).hexdigest() != blob["sha256"] or len(there.data) != blob["size"]:
+                raise ScheduleError(f"{copy.name} names {blob['path']}, which is not there, or not what it says")
+        if self.marks_in_heads:
+            self._marks_follow(self.heads[-1]["marks"] if self.heads else {}, head, copy.name)
+        self.heads.append(head)
+        self.head_bytes.append(copy.data)
+
+    def _marks_follow(self, before: Mapping[str, Any], head: Mapping[str, Any], name: str) -> None:
+        """Each session's mark moves over exactly the deltas that this head processed, without a gap."""
+        processed: dict[str, list[int]] = defaultdict(list)
+        for done in _processed(head):
+            session, seq = _session_of(done)
+            processed[session].append(seq)
+        for session in {*before, *head["marks"], *processed}:
+            was = before[session]["seq"] if session in before else 0
+            now = head["marks"][session]["seq"] if session in head["marks"] else 0
+            if sorted(processed[session]) != list(range(was + 1, now + 1)):
+                raise ScheduleError(f"{name}: {session} goes from {was} to {now} over {sorted(processed[session])}")
+
+    def _delta_deleted(self, name: str) -> None:
+        session, seq = _session_of(name)
+        mark = self.heads[-1]["marks"].get(session) if self.heads else None
+        if mark is None or mark["seq"] < seq:
+            raise ScheduleError(f"{name} was deleted before a head had it")
+
+    def _blob_deleted(self, name: str) -> None:
+        kept = self.heads[-self.rule.keep_versions :]
+        if any(blob["path"] == name for head in kept for blob in _blobs(head)):
+            raise ScheduleError(f"{name} was deleted while a recent head needs it")
+
+    # --- After the schedule
+
+    def judge(self, spans: list[Span]) -> None:
+        if not self.heads:
+            raise ScheduleError("nobody published version 0")
+        outcomes = self._outcomes()
+        self._each_delta_once(outcomes)
+        self._each_unit_once(outcomes, spans)
+        self._weights_follow()
+
+    def _outcomes(self) -> dict[str, str]:
+        """By delta, "applied" or why it was rejected."""
+        outcomes: dict[str, str] = {}
+        for head in self.heads:
+            for name, outcome in _processed(head).items():
+                if name in outcomes:
+                    raise ScheduleError(f"{name} was processed again by version {head['version']}")
+                if name not in self.committed:
+                    raise ScheduleError(f"version {head['version']} processed {name}, which was in no spool: {outcome}")
+                outcomes[name] = outcome
+        return outcomes
+
+    def _each_delta_once(self, outcomes: Mapping[str, str]) -> None:
+        for name, delta in self.committed.items():
+            if delta.reachable and name not in outcomes:
+                raise ScheduleError(f"{name} was committed, and no head has dealt with it")
+        for name, outcome in outcomes.items():
+            if outcome != "applied" and not self._may_be_refused(name, outcome):
+                raise ScheduleError(f"{name} was rejected: {outcome}")
+
+    def _may_be_refused(self, name: str, reason: str) -> bool:
+        if reason.startswith("stale"):
+            return self.rule.max_staleness is not None
+        return any(not copy.whole for copy in self._copies(name))  # given up after many looks at a torn one
+
+    def _each_unit_once(self, outcomes: Mapping[str, str], spans: list[Span]) -> None:
+        carriers: dict[int, list[str]] = defaultdict(list)
+        for name, delta in self.committed.items():
+            if delta.reachable:
+                for unit in delta.units:
+                    carriers[unit].append(name)
+        for unit, names in carriers.items():
+            if len(names) > 1:
+                raise ScheduleError(f"unit {unit} was sent {len(names)} times: {names}")
+        for span in spans:
+            for unit in range(span.first, span.first + span.count):
+                if not carriers[unit] and unit not in self.dropped:
+                    raise ScheduleError(f"unit {unit} of {span.machine} is in no delta")
+
+    def _weights_follow(self) -> None:
+        """Every head's weights and momentum, from those before and the deltas that it applied, in float64."""
+        state, momentum = self._values(self.heads[0]["weights"]), Momentum(self.rule)
+        for before, head in zip(self.heads, self.heads[1:], strict=False):
+            if abs(head["rounds"] - before["rounds"] - head["fraction"]) > 1e-9:
+                raise ScheduleError(f"version {head['version']}: the sum of f does not grow by f")
+            if head["applied"]:
+                self._step(before, head, state, momentum)
+            _near(self._values(head["weights"]), state, f"the weights of version {head['version']}")
+            if head["momentum"] is not None:
+                _near(self._values(head["momentum"]), momentum.named(), f"the momentum of version {head['version']}")
+
+    def _step(self, before: dict[str, Any], head: dict[str, Any], state: Arrays, momentum: Momentum) -> None:
+        deltas = [self.committed[name] for name in sorted(head["applied"])]
+        steps = np.array([delta.header["tokens"] / delta.header["steps"] for delta in deltas])
+        ages = np.array([before["rounds"] - self.heads[delta.header["base_version"]]["rounds"] for delta in deltas])
+        weights = steps / steps[0] / np.sqrt(1 + ages)
+        nodes = np.array([delta.header["node"] for delta in deltas])
+        # What a node sent one after the other counts as one larger delta.
+        share = sum(float(weights[nodes == node].mean()) for node in np.unique(nodes))
+        means = {
+            name: sum(w * delta.values[name] for w, delta in zip(weights, deltas, strict=True)) / total
+            for name, total in ((SLOTS, share), (MEAN, weights.sum()))
+            if name in state
+        }
+        fraction = head["fraction"]
+        if self.rule.even and self.rule.expected is not None:
+            wanted = min(1.0, share / self.rule.expected)
+            if abs(wanted - fraction) > 1e-6:
+                raise ScheduleError(f"version {head['version']} is {fraction:.6g} of a round, not {wanted:.6g}")
+        momentum.step(state, means[SLOTS], fraction)
+        if MEAN in state:
+            state[MEAN] = (1 - fraction) * state[MEAN] + fraction * means[MEAN]
+            newest = max(enumerate(deltas), key=lambda one: (one[1].header["base_version"], one[0]))[1]
+            state[LATEST] = newest.values[LATEST]
+
+    def has_dealt_with(self, version: int, name: str) -> bool:
+        """Whether a delta was applied or rejected up to a version."""
+        return any(name in _processed(head) for head in self.heads[: version + 1])
+
+    def weights(self, version: int) -> Arrays:
+        return self._values(self.heads[version]["weights"])
+
+    def _values(self, blob: Mapping[str, Any]) -> Arrays:
+        path = blob["path"]
+        if path not in self.read:
+            self.read[path] = _float64(load_tensors(self.blobs[path]))
+        return dict(self.read[path])
+
+
+@dataclass(slots=True)
+class Momentum:
+    """The outer optimizers, as diloco.md and arXiv 2401.09135 have them."""
+
+    rule: Rule
+    m: Any = 0.0
+    buffer: Any = 0.0
+    count: float = 0.0
+
+    def step(self, state: Arrays, mean: np.ndarray, f: float) -> None:
+        mu, lr = self.rule.momentum, self.rule.lr
+        match self.rule.outer:
+            case "sgd":
+                state[SLOTS] = state[SLOTS] - lr * f * mean
+            case "nesterov":
+                self.m = mu**f * self.m + f * mean
+                state[SLOTS] = state[SLOTS] - lr * (f * mean + mu * (1 - mu**f) / (1 - mu) * self.m)
+            case "delayed_nesterov":
+                self.buffer = self.buffer + f * mean
+                self.count += f
+                state[SLOTS] = state[SLOTS] - lr * f * mean
+                if self.count >= 1 - 1e-9:
+                    self.m = mu * self.m + self.buffer
+                    state[SLOTS] = state[SLOTS] - lr * mu * self.m
+                    self.buffer, self.count = 0.0 * self.buffer, self.count - 1
+
+    def named(self) -> Arrays:
+        buffer = {f"buffer.{SLOTS}": self.buffer} if self.rule.outer == "delayed_nesterov" else {}
+        return {f"momentum.{SLOTS}": self.m} | buffer
+
+
+def _delta(data: bytes) -> tuple[dict[str, Any], Arrays]:
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["speedtronic_delta"])
+    return header, _float64(load_tensors(data))
+
+
+def _float64(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+    return {name: tensor.to(torch.float64).numpy() for name, tensor in tensors.items()}
+
+
+def _name_of(header: Mapping[str, Any]) -> str:
+    return f"in/{header['node']}/{header['session']}/{header['seq']:08d}.safetensors"
+
+
+def _session_of(name: str) -> tuple[str, int]:
+    """`node/session` and the number in it, of a delta or a copy of one."""
+    session, _, file = name.removeprefix("in/").rpartition("/")
+    return session, int(file.removesuffix(".safetensors").partition("-")[0])
+
+
+def _processed(head: Mapping[str, Any]) -> dict[str, str]:
+    """The deltas that a head has dealt with: "applied", or why it rejected them."""
+    rejected = {rejection["name"]: rejection["reason"] for rejection in head["rejected"]}
+    return rejected | dict.fromkeys(head["applied"], "applied")
+
+
+def _blobs(head: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [blob for blob in (head["weights"], head["momentum"]) if blob is not None]
+
+
+def _near(theirs: Arrays, ours: Mapping[str, Any], what: str) -> None:
+    for name, values in ours.items():
+        worst = float(np.max(np.abs(theirs[name] - values)))
+        if not worst <= _NEAR:
+            raise ScheduleError(f"{what}: {name} is off by {worst:.3g}")

@@ -1,0 +1,117 @@
+"""Real nodes and a real master over every store: what faults change (nothing), and what is asked of the store."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speedtronic.distributed.effects import perform
+from speedtronic.distributed.stores import FolderStore, MemoryStore, Store, open_store
+from speedtronic.distributed.stores.counting import CountingStore
+from speedtronic.distributed.stores.faulty import Faults, FaultyStore
+from speedtronic.distributed.stores.retrying import RetryingStore
+from speedtronic.distributed.stores.s3 import S3Store
+from tests.distributed.stores import servers
+from tests.support.masters import history_of, names
+from tests.support.together import assert_same, together
+
+NODES, ROUNDS, KEPT = 4, 6, 3
+BUCKET = "bucket"
+SERVERS = {"moto": servers.moto, "seaweed": servers.seaweed}
+ON_S3 = [pytest.param(server, marks=pytest.mark.stores) for server in SERVERS]
+
+New = Callable[[], Store]  # an empty store of its own
+
+
+@pytest.fixture(scope="module", params=["memory", "folder", *ON_S3])
+def new_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[New]:
+    if request.param in SERVERS:
+        with SERVERS[request.param]() as endpoint:
+            servers.make_bucket(endpoint, BUCKET)
+            yield from _on_s3(endpoint)
+    elif request.param == "folder":
+        yield lambda: FolderStore(Path(tmp_path_factory.mktemp("store")))
+    else:
+        yield MemoryStore
+
+
+def _on_s3(endpoint: str) -> Iterator[New]:
+    opened: list[Store] = []
+
+    def new() -> Store:
+        url = f"s3://{BUCKET}/run-{len(opened)}"
+        opened.append(open_store(url, endpoint=endpoint, **servers.CREDENTIALS))
+        return opened[-1]
+
+    yield new
+    for store in opened:
+        store.close()
+
+
+def applied(store: Store) -> list[str]:
+    """The names of all deltas that entered, in order; the history is a linear one."""
+    return list(itertools.chain.from_iterable(manifest.applied for manifest in history_of(store)))
+
+
+def each_delta_once(rounds: int) -> list[str]:
+    return [f"in/n{node}/s/{seq:08d}.safetensors" for seq in range(1, rounds + 1) for node in range(NODES)]
+
+
+def test_faults_in_a_third_of_all_requests_change_no_bit(new_store: New) -> None:
+    undisturbed, _, _ = together(NODES, ROUNDS)
+    inner = new_store()
+    waits: list[float] = []
+    faulty = FaultyStore(inner, Faults(failing=0.3, torn=0.1, seed=4), sleep=waits.append)
+    store = RetryingStore(faulty, attempts=30, sleep=waits.append)
+    disturbed, workers, _ = together(NODES, ROUNDS, store=store)
+    assert_same(disturbed, undisturbed)
+    for worker in workers:
+        assert_same(worker.model, undisturbed)
+    assert len(waits) > 50, "requests did fail"
+    assert applied(inner) == each_delta_once(ROUNDS)
+
+
+def test_each_delta_is_downloaded_once_and_an_idle_look_is_one_request_or_two(new_store: New) -> None:
+    store = CountingStore(new_store())
+    _, workers, loop = together(NODES, ROUNDS, store=store)
+    assert {name: times for name, times in store.reads.items() if name.startswith("in/")} == dict.fromkeys(
+        each_delta_once(ROUNDS), 1
+    )
+    store.reset()
+    assert not perform(workers[0].node.poll(), store)
+    assert store.requests == {"get": 1}
+    store.reset()
+    assert loop.sync_once() == 0
+    assert store.requests == {"get": 1, "list": 1}
+    assert store.bytes.total() == 0
+
+
+@pytest.mark.parametrize("new_store", ON_S3, indirect=True)
+def test_an_idle_look_is_as_many_requests_on_the_wire(new_store: New) -> None:
+    store = new_store()
+    assert isinstance(store, S3Store)
+    _, workers, loop = together(NODES, ROUNDS, store=store)
+    sent: Counter[str] = Counter()
+
+    def count(request: Any, **_: Any) -> None:
+        sent[request.method] += 1
+
+    store._fs.s3.meta.events.register("before-send.s3", count)
+    assert not perform(workers[0].node.poll(), store)
+    assert sent == {"GET": 1}
+    assert loop.sync_once() == 0
+    assert sent == {"GET": 3}
+
+
+def test_after_many_rounds_the_store_holds_what_is_kept_and_the_manifests(new_store: New) -> None:
+    store, rounds = new_store(), 4 * KEPT
+    together(NODES, rounds, store=store, keep_versions=KEPT, inner=1)
+    assert names(store, "in/") == []
+    assert len(names(store, "w/")) == KEPT
+    assert len(names(store, "opt/")) == KEPT
+    assert len(names(store, "head/")) == rounds + 1

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from speedtronic.distributed.ledger import START, Ledger
+from speedtronic.distributed.protocol import DeltaId, Position
+
+LEDGER = Ledger.of(DeltaId("n", "s2", 4), Position(1, 2, 3), ("s1", "s2"), "0" * 64)
+
+
+def test_a_ledger_comes_back_from_its_bytes() -> None:
+    assert Ledger.from_bytes(LEDGER.to_bytes()) == LEDGER
+    assert LEDGER.position == Position(1, 2, 3)
+    assert LEDGER.sessions == ("s1", "s2")
+    assert LEDGER.last("n") == DeltaId("n", "s2", 4)
+
+
+def test_one_that_only_knows_a_position_names_no_delta() -> None:
+    assert Ledger.of(DeltaId("n", "s2", 0), START, (), None).last("n") is None
+
+
+def test_it_keeps_the_newest_sessions_and_always_the_last_delta_s() -> None:
+    ledger = Ledger.of(DeltaId("n", "new", 1), START, tuple(f"t{number}" for number in range(300)), None)
+    assert len(ledger.sessions) == 256
+    assert ledger.sessions[-2:] == ("t299", "new")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"seq": -1}, {"step": 1.5}, {"tokens": "3"}, {"origin": "x"}, {"sessions": [1]}, {"more": 1}, {"seq": None}],
+)
+def test_what_is_not_a_ledger_is_none(changed: dict[str, object]) -> None:
+    assert Ledger.from_bytes(json.dumps({**json.loads(LEDGER.to_bytes()), **changed}).encode()) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 64, b"[]", b"\xff", LEDGER.to_bytes()[:-1]])
+def test_bytes_that_are_not_json_of_one_are_none(data: bytes) -> None:
+    assert Ledger.from_bytes(data) is None

@@ -1,0 +1,296 @@
+"""Nodes that train one number per step, so that every delta shows which steps it carries, and a master that adds."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedtronic.checkpoint.tree import decode, encode
+from speedtronic.distributed.codec import make_codec
+from speedtronic.distributed.delta import open_delta
+from speedtronic.distributed.effects import Effect, Procedure, answer, perform
+from speedtronic.distributed.node import Install, Node
+from speedtronic.distributed.protocol import (
+    PROTOCOL,
+    Blob,
+    Manifest,
+    Mark,
+    Outer,
+    Rejection,
+    find_head,
+    head_name,
+    is_processed,
+    list_all,
+    parse_delta_name,
+    weights_name,
+)
+from speedtronic.distributed.stores.base import Buffer, Store
+from speedtronic.distributed.stores.memory import MemoryStore
+from speedtronic.distributed.tensors import Schema, Tensors, pack_tensors, rebase_, snapshot, unpack_tensors
+
+STEPS = 64  # as many as a model has numbers
+FULL_DISK = OSError(28, "No space left on device")
+
+
+class MemoryFiles:
+    """A node's disk: `contents` outlive it. While `full`, writing fails."""
+
+    def __init__(self, contents: Mapping[str, bytes] | None = None) -> None:
+        self.contents = dict(contents or {})
+        self.full = False
+
+    def write(self, name: str, data: Buffer) -> None:
+        if self.full:
+            raise FULL_DISK
+        self.contents[name] = bytes(data)
+
+    def read(self, name: str) -> bytes | None:
+        return self.contents.get(name)
+
+    def remove(self, name: str) -> None:
+        self.contents.pop(name, None)
+
+
+class Counter(nn.Module):
+    """Step k takes 1 from its k-th number; a running average and a count are its buffers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.done = nn.Parameter(torch.zeros(STEPS + 1, dtype=dtype))
+        self.register_buffer("average", torch.zeros(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+class KilledError(Exception):
+    """The process ended before this effect."""
+
+
+class Life:
+    """A training process from its start: a node and its model.
+
+    Args:
+        checkpoint: of an earlier life, to go on from; without one the model is new.
+        budget: how many effects happen before the process is killed; None for all.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        files: MemoryFiles,
+        session: str,
+        checkpoint: Checkpoint | None = None,
+        *,
+        node: str = "n",
+        codec: str = "fp32",
+        model: Counter | None = None,
+        budget: int | None = None,
+    ) -> None:
+        self.store = store
+        self.files = files
+        self.said: list[tuple[str, Mapping[str, Any]]] = []
+        self.budget = budget
+        self.model = copy.deepcopy(checkpoint.model) if checkpoint is not None else (model or Counter())
+        self.step = checkpoint.step if checkpoint is not None else 0
+        self.node = Node(
+            Schema.of(self.model),
+            node=node,
+            session=session,
+            codec=make_codec(codec),
+            inner_steps=2,
+            initial=snapshot(self.model),
+            say=lambda event, payload: self.said.append((event, payload)),
+            now=lambda: "2031-05-06T07:08:09+00:00",
+        )
+        self.run(self.node.begin(None if checkpoint is None else checkpoint.state))
+        self.move_on()
+
+    def run(self, procedure: Procedure[Any]) -> Any:
+        """Perform a procedure, unless the process is killed on the way."""
+        if self.budget is None:
+            return perform(procedure, self.store, self.files)
+        try:
+            effect: Effect = next(procedure)
+            while True:
+                if self.budget == 0:
+                    procedure.close()
+                    raise KilledError
+                self.budget -= 1
+                effect = procedure.send(answer(effect, self.store, self.files))
+        except StopIteration as end:
+            return end.value
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.step += 1
+            with torch.no_grad():
+                self.model.done[self.step] -= 1
+                self.model.average += 1
+                self.model.count += 1
+            self.node.count(2, 10)
+            self.node.stepped(self.step)
+
+    def boundary(self) -> str:
+        taken = self.node.take()
+        if taken == "queued":
+            values = snapshot(self.model, self.node.spare(), names=self.node.exchanged)
+            self.node.boundary(values, 1.5)
+        return taken
+
+    def hand_over(self, steps: int = 2) -> str:
+        """Train, and see the delta into the store."""
+        self.train(steps)
+        taken = self.boundary()
+        self.run(self.node.spool())
+        self.run(self.node.upload())
+        return taken
+
+    def install(self) -> Install | None:
+        install = self.node.installable()
+        if install is not None:
+            rebase_(self.model, install.new_base, install.base, adopt=install.adopt)
+            self.node.installed(install)
+            self.move_on()
+        return install
+
+    def take_up(self) -> Install | None:
+        """Look for a version and install it."""
+        self.run(self.node.poll())
+        return self.install()
+
+    def move_on(self) -> None:
+        position = self.node.continue_at()
+        if position is not None and position.step > self.step:
+            self.step = position.step
+
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint(copy.deepcopy(self.model), self.step, through_a_checkpoint(self.node.state_dict(patience=0)))
+
+    def payloads(self, event: str) -> list[Mapping[str, Any]]:
+        return [payload for name, payload in self.said if name == event]
+
+    def words(self, level: str) -> list[str]:
+        return [payload["message"] for payload in self.payloads("log") if payload["level"] == level]
+
+    @property
+    def values(self) -> list[float]:
+        return [float(value) for value in self.model.done.detach()]
+
+
+class Checkpoint:
+    def __init__(self, model: Counter, step: int, state: Any) -> None:
+        self.model = model
+        self.step = step
+        self.state = state
+
+
+def through_a_checkpoint(state: Any) -> Any:
+    """A state as it comes back from a checkpoint, sharing no memory with what was saved."""
+    encoded = encode(state)
+    return decode(encoded.tree, {name: tensor.clone() for name, tensor in encoded.tensors.items()})
+
+
+class AddingMaster:
+    """Publishes versions in which each new delta is taken from the weights, whole: a number is -1 where its step is in
+    them once."""
+
+    def __init__(self, store: Store, model: nn.Module | None = None, codec: str = "fp32", nonce: str = "m") -> None:
+        self.store = store
+        self.nonce = nonce
+        self.schema = Schema.of(model or Counter())
+        self.codec = make_codec(codec)
+        head = perform(find_head(None), store)
+        if head is None:
+            head = self._publish(None, snapshot(model or Counter()), {})
+        self.head = head
+
+    @property
+    def weights(self) -> Tensors:
+        data = self.store.get(self.head.weights.path, limit=self.head.weights.size)
+        assert data is not None
+        return unpack_tensors(data, self.schema.forms())[0]
+
+    def take_in(self, *, refuse: bool = False, most: int = STEPS) -> int:
+        """Publish a version of all deltas that are there and follow on those before; return how many there were."""
+        weights, marks, taken = self.weights, dict(self.head.marks), 0
+        names = [entry.name for entry in perform(list_all("in/"), self.store)][:most]
+        for delta in sorted(filter(None, map(parse_delta_name, names))):
+            if is_processed(self.head, delta):
+                continue
+            assert delta.seq == (marks[delta.lineage].seq if delta.lineage in marks else 0) + 1
+            data = self.store.get(delta.name, limit=2**20)
+            assert data is not None
+            opened = open_delta(data, self.schema, self.codec)
+            assert opened.header.id == delta
+            if not refuse:
+                weights = {
+                    name: value - opened.tensors[name] if name in opened.tensors else opened.buffers[name]
+                    for name, value in weights.items()
+                }
+            marks[delta.lineage] = self._mark(delta.seq, opened.header.position._asdict(), refuse)
+            taken += 1
+        if taken:
+            self.head = self._publish(self.head, weights, marks)
+            for name in names:
+                self.store.delete(name)
+        return taken
+
+    def _mark(self, seq: int, position: Mapping[str, int], refuse: bool) -> Mark:
+        return Mark(
+            seq=seq,
+            **position,
+            tokens_per_step=10.0,
+            seconds=1.0,
+            version=self.head.version + 1,
+            rounds=self.head.rounds + 1,
+            time="t",
+            bytes=1,
+            rejected=int(refuse),
+            reason="for a test" if refuse else None,
+        )
+
+    def publish(self, weights: Tensors) -> None:
+        """A version with these weights, whatever the deltas."""
+        self.head = self._publish(self.head, weights, self.head.marks)
+
+    def _publish(self, parent: Manifest | None, weights: Tensors, marks: dict[str, Mark]) -> Manifest:
+        version = 0 if parent is None else parent.version + 1
+        data = pack_tensors(weights, {})
+        path = weights_name(version, self.nonce)
+        manifest = Manifest(
+            protocol=PROTOCOL,
+            version=version,
+            parent=None if parent is None else parent.sha256,
+            nonce=self.nonce,
+            time="t",
+            schema_id=self.schema.fingerprint,
+            weights=Blob(path=path, size=len(data), sha256=hashlib.sha256(data).hexdigest()),
+            momentum=None,
+            outer=Outer(name="sgd", scalars={}),
+            marks=marks,
+            applied=(),
+            rejected=tuple[Rejection, ...](),
+            fraction=1.0,
+            rounds=float(version),
+        )
+        assert self.store.put_if_absent(path, data)
+        assert self.store.put_if_absent(head_name(version), manifest.to_bytes())
+        return manifest
+
+
+def each_once(last: int) -> list[float]:
+    """The numbers of a model that has learnt from each step up to `last` once."""
+    return [0.0] + [-1.0] * last + [0.0] * (STEPS - last)
+
+
+def started(codec: str = "fp32") -> tuple[MemoryStore, AddingMaster, Life]:
+    """A store with version 0, its master, and a node that has installed that."""
+    store = MemoryStore()
+    master = AddingMaster(store, codec=codec)
+    life = Life(store, MemoryFiles(), "s1", codec=codec)
+    life.take_up()
+    return store, master, life
