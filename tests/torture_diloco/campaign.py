@@ -99,7 +99,7 @@ class Together:
             weights=weights,
             lives=sum(process.lives for process in processes),
             kills=kills,
-            trained_again=sum(node.work for node in self._nodes.values()) - len(NODES) * self._size.steps,
+            trained_again=sum(node.count() for node in self._nodes.values()) - len(NODES) * self._size.steps,
             versions=manifest.version,
             seconds=seconds,
         )

@@ -68,6 +68,7 @@ class Process:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._fate: Fate | None = None
+        self._counted = self._counted_to = 0
         self._done_before = 0
         self._usual_start = _USUAL_START
         self._works = False
@@ -77,17 +78,22 @@ class Process:
     def log(self) -> Path:
         return self.folder / "log.txt"
 
-    @property
-    def work(self) -> int:
+    def count(self) -> int:
         """Units done in all lives together, of which some were done again."""
         metrics = self.folder / "metrics.jsonl"
-        return metrics.read_bytes().count(f'"event":"{self.unit}"'.encode()) if metrics.exists() else 0
+        if metrics.exists():
+            with metrics.open("rb") as file:
+                file.seek(self._counted_to)
+                whole_lines = file.read().rpartition(b"\n")[0]
+            self._counted += whole_lines.count(f'"event":"{self.unit}"'.encode())
+            self._counted_to += len(whole_lines)
+        return self._counted
 
     def start(self) -> None:
         words = [sys.executable, "-m", "speedtronic", *self.command, *(self.again if self.lives else ())]
         self.lives += 1
         self._fate = next(self.fates, None)
-        self._done_before, self._works = self.work, False
+        self._done_before, self._works = self.count(), False
         self._began = time.monotonic()
         with self.log.open("ab") as log:
             log.write(f"--- life {self.lives}: {self._fate}\n".encode())
@@ -126,7 +132,7 @@ class Process:
             self._process.wait()
 
     def _is_due(self) -> bool:
-        done, seconds = self.work - self._done_before, time.monotonic() - self._began
+        done, seconds = self.count() - self._done_before, time.monotonic() - self._began
         if done and not self._works:
             self._works, self._usual_start = True, seconds
         if self._fate is None:
