@@ -118,7 +118,7 @@ class TestAdmission:
     def test_a_mask_of_infinities_is_admitted_where_the_global_one_has_them(self) -> None:
         assert isinstance(judged(GOOD), Delta)
         assert refused(GOOD, averages=None) == Refusal(
-            "mask has values that are not finite, or beyond 1e+20, where the global weights' are others", damaged=False
+            "mask has values that are not finite, or beyond 2^64, where the global weights' are others", damaged=False
         )
 
     def test_a_nodes_own_delta_is_opened_without_judging_its_values(self) -> None:

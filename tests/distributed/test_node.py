@@ -413,6 +413,19 @@ def test_a_version_whose_weights_were_pruned_is_looked_for_again() -> None:
     assert install.manifest.version == 2
 
 
+def test_newest_weights_that_stay_missing_are_told_of_once() -> None:
+    store, master, life = started()
+    life.hand_over()
+    master.take_in()
+    store.delete(master.head.weights.path)
+    life.take_up()
+    assert life.words("WARNING") == [], "a newer version may be there already"
+    life.take_up()
+    life.take_up()
+    assert len(life.words("WARNING")) == 1
+    assert master.head.weights.path in life.words("WARNING")[0]
+
+
 def test_weights_that_are_not_those_of_the_model_are_refused_by_name() -> None:
     store, master, life = started()
     wide = nn.Linear(3, 3)

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from speedtronic.distributed import past
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.effects import perform
 from speedtronic.distributed.ledger import SPOOL, START
 from speedtronic.distributed.past import Past, look_back, spooled_delta
 from speedtronic.distributed.protocol import DeltaId, Position
+from speedtronic.distributed.stores.counting import CountingStore
 from speedtronic.distributed.stores.memory import MemoryStore
 from tests.support.nodes import AddingMaster, started
 
@@ -57,6 +59,21 @@ def test_of_sessions_on_the_disk_only_marks_are_looked_at() -> None:
     assert look(store, master, on_disk=("s1",)).covered == START
     master.take_in()
     assert look(store, master, on_disk=("s1",)).covered == Position(2, 4, 20)
+
+
+def test_a_node_that_started_a_thousand_times_asks_for_its_last_lives_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past, "RECENT_SESSIONS", 2)
+    store, master, deltas = two_deltas()
+    store.put_if_absent(FIRST, deltas[0])
+    master.take_in()
+    mark = master.head.marks["n/s1"]
+    older = {f"n/s0{number}": mark.model_copy(update={"version": 0, "seq": 7}) for number in range(5)}
+    head = master.head.model_copy(update={"marks": older | master.head.marks})
+    counting = CountingStore(store)
+    found = perform(look_back("n", head, master.schema, make_codec("fp32"), ("s9",), ()), counting)
+    assert counting.requests == {"list": 1, "get": 3}, "s1, the last of the older, and s9"
+    assert found.seen == {"s9": 0, "s1": 1} | {f"s0{number}": 7 for number in range(5)}
+    assert found.covered == Position(2, 4, 20)
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "another's", "nothing of ours"])

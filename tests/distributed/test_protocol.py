@@ -306,6 +306,15 @@ def test_a_manifest_that_cannot_be_read_is_named() -> None:
         perform(find_head(None), store)
 
 
+def test_what_is_said_of_a_foreign_manifest_is_short_and_holds_no_control_characters() -> None:
+    data = json.dumps({**json.loads(manifest().to_bytes()), "\x1b[2J" + "x" * 10_000: 1}).encode()
+    with pytest.raises(StoreContentError) as caught:
+        Manifest.from_bytes(data)
+    assert "extra_forbidden" in str(caught.value)
+    assert len(str(caught.value)) < 200
+    assert str(caught.value).isprintable()
+
+
 def test_a_manifest_under_another_name_is_refused() -> None:
     store = Watched()
     store.put_if_absent(head_name(1), manifest().to_bytes())

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from speedtronic.distributed import rounds
+from speedtronic.distributed.delta import LARGEST
 from speedtronic.distributed.effects import Put, perform
 from speedtronic.distributed.protocol import (
     DeltaId,
@@ -434,6 +436,48 @@ def test_a_base_that_is_not_in_the_store_is_refused() -> None:
     assert "9" in head_of(store).rejected[0].reason
 
 
+def test_finite_values_whose_sum_would_not_be_are_refused() -> None:
+    store, master = MemoryStore(), new_master(two_of_two())
+    perform(master.poll(), store)
+    send(store, "a", 1, [3e38] * 3)
+    send(store, "b", 1, [3e38] * 3)
+    assert perform(master.poll(), store) == 0
+    assert len(head_of(store).rejected) == 2
+    assert torch.equal(weight_of(store), INITIAL["weight"])
+
+
+def test_no_header_makes_a_sum_of_admitted_values_leave_float32() -> None:
+    store, master = MemoryStore(), new_master(MasterSettings(expected_nodes=3, quorum=3))
+    perform(master.poll(), store)
+    send(store, "a", 1, [LARGEST] * 3, tokens=1, steps=2**62)
+    for node in "bc":
+        send(store, node, 1, [LARGEST] * 3, tokens=2**62, steps=1)
+    assert perform(master.poll(), store) == 3
+    assert weight_of(store).isfinite().all()
+    assert master.outer.tensors()["momentum.weight"].isfinite().all()
+
+
+def test_a_value_where_the_global_mask_has_none_is_refused() -> None:
+    initial = {**INITIAL, "running": torch.tensor([-torch.inf, 10.0])}
+    store, master = MemoryStore(), new_master(two_of_two(), initial=initial)
+    perform(master.poll(), store)
+    buffers = {"running": torch.tensor([0.0, 10.0]), "count": torch.tensor(1)}
+    send(store, "a", 1, [1.0] * 3, buffers=buffers)
+    send(store, "b", 1, [1.0] * 3, buffers={**buffers, "running": initial["running"].clone()})
+    assert perform(master.poll(), store) == 1
+    assert [rejection.name for rejection in head_of(store).rejected] == [DeltaId("a", "s", 1).name]
+    assert torch.equal(weights_of(store, head_of(store))["running"], torch.tensor([-torch.inf, 10.0]))
+
+
+def test_a_version_takes_in_no_more_deltas_than_a_manifest_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_MOST_IN_A_VERSION", 3)
+    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=1))
+    perform(master.poll(), store)
+    sent = [send(store, "a", seq, [1.0] * 3).name for seq in range(1, 6)]
+    assert [perform(master.poll(), store) for _ in range(3)] == [3, 2, 0]
+    assert [manifest.applied for manifest in history_of(store)] == [(), tuple(sent[:3]), tuple(sent[3:])]
+
+
 def test_objects_that_are_no_deltas_are_left_alone() -> None:
     store, master = MemoryStore(), new_master()
     perform(master.poll(), store)
@@ -515,6 +559,20 @@ def test_a_delta_that_a_listing_leaves_out_is_read_by_its_name() -> None:
     assert [version.applied for version in history_of(store)[1:]] == [(first.name,), (second.name,)]
     store.hidden = ()
     perform(master.poll(), store)
+    assert names(store, "in/") == []
+
+
+def test_a_gap_is_given_up_as_a_whole_however_long() -> None:
+    store, master = MemoryStore(), new_master(AVERAGING)
+    perform(master.poll(), store)
+    send(store, "a", 1, [1.0] * 3)
+    last = send(store, "a", 99_999_999, [1.0] * 3, step=20)
+    for _ in range(DOUBTFUL_LOOKS + 2):
+        perform(master.poll(), store)
+    history = history_of(store)
+    assert [manifest.marks["a/s"].seq for manifest in history[1:]] == [1, 99_999_998, 99_999_999]
+    assert history[2].rejected[0].reason.startswith("missing")
+    assert history[3].applied == (last.name,)
     assert names(store, "in/") == []
 
 
@@ -656,7 +714,7 @@ def test_a_store_that_lets_nobody_delete_stops_no_rounds() -> None:
         send(store, "a", seq, [1.0] * 3, base_version=seq - 1)
         assert perform(master.poll(), store) == 1
     assert torch.equal(weight_of(store), INITIAL["weight"] - 3)
-    assert "no permission to delete" in heard.words
+    assert heard.words.count("no permission to delete") == 1, "it is said once"
 
 
 def test_a_clean_up_that_fails_loses_nothing_and_is_made_up_for() -> None:
@@ -885,6 +943,37 @@ def test_another_outer_optimizer_begins_without_the_state_of_the_one_before() ->
     assert "sgd begins without the state of nesterov" in heard.words
     assert head_of(store).momentum is None
     assert torch.equal(weight_of(store), INITIAL["weight"] - 2)
+
+
+def test_a_version_whose_outer_state_is_none_is_refused_by_name() -> None:
+    store, settings = MemoryStore(), MasterSettings(outer="delayed_nesterov", expected_nodes=1)
+    perform(new_master(settings).poll(), store)
+    send(store, "a", 1, [1.0] * 3)
+    perform(new_master(settings).poll(), store)
+    head = head_of(store)
+    outer = head.outer.model_copy(update={"scalars": {"count": 7.0}})
+    following = head.model_copy(update={"version": 2, "parent": head.sha256, "outer": outer})
+    store.put_if_absent(head_name(2), following.to_bytes())
+    with pytest.raises(StoreContentError, match=r"head/00000002\.json: .*gathered 7\.0 rounds"):
+        perform(new_master(settings).poll(), store)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_versions": 0},
+        {"expected_nodes": 0},
+        {"quorum": 0},
+        {"quorum": 3, "expected_nodes": 2},
+        {"grace": float("nan")},
+        {"grace": -1.0},
+        {"max_staleness": float("inf")},
+        {"poll_interval": float("nan")},
+    ],
+)
+def test_settings_that_make_no_rounds_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        MasterSettings(**wrong)
 
 
 def test_a_version_without_deltas_keeps_the_state_of_the_outer_optimizer_that_made_it() -> None:

@@ -34,7 +34,7 @@ from speedtronic.distributed.tensors import (
 
 _KEY = "speedtronic_delta"  # of the metadata
 
-LARGEST = 1e20
+LARGEST = 2.0**64
 """The largest value that is added up: no weighted sum of such values leaves float32, whatever the headers say."""
 
 Component = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -234,11 +234,11 @@ def _check_identity(header: DeltaHeader, id: DeltaId, max_base_version: int) -> 
 def _check_finite(delta: Delta, averages: Mapping[str, Tensor]) -> None:
     for name, tensor in delta.tensors.items():
         if not _can_be_added(tensor):
-            raise TensorFormatError(f"{name} has values that are not finite, or beyond {LARGEST:g}")
+            raise TensorFormatError(f"{name} has values that are not finite, or beyond 2^64")
     for name, tensor in delta.buffers.items():
         if not _can_be_averaged(tensor, averages.get(name)):
             raise TensorFormatError(
-                f"{name} has values that are not finite, or beyond {LARGEST:g}, where the global weights' are others"
+                f"{name} has values that are not finite, or beyond 2^64, where the global weights' are others"
             )
 
 

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from speedtronic.distributed.stores import FolderStore, MemoryStore, open_store
 from speedtronic.distributed.stores.object import ObjectStore
 from speedtronic.distributed.stores.s3 import S3Store
-from speedtronic.errors import ConfigError, MissingExtraError, NotBuiltError
+from speedtronic.errors import ConfigError, MissingExtraError, NotBuiltError, StoreRefusedError
 
 
 def test_a_folder_is_named_by_dir_or_file_and_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +55,16 @@ def test_s3_addresses_take_their_options() -> None:
     assert fs.config_kwargs["retries"] == {"total_max_attempts": 1}
     assert fs.dircache.use_listings_cache is False
     assert open_store("s3://b")._fs is not open_store("s3://b")._fs  # type: ignore[attr-defined]
+
+
+def test_a_user_in_an_address_is_not_told_when_the_store_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unopenable(**_: object) -> object:
+        raise RuntimeError("user:hunter2")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: unopenable)
+    with pytest.raises(StoreRefusedError, match="gcs://bucket: cannot be opened") as caught:
+        open_store("gs://user:hunter2@bucket/run")
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["org/name", "hf://org/name", "hf://datasets/org/name"])
