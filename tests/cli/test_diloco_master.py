@@ -119,8 +119,10 @@ def test_a_configuration_without_a_store_is_refused(tmp_path: Path, capsys: pyte
     assert "distributed.repo_id: needed" in refused(capsys, file)
 
 
-def test_what_this_version_cannot_do_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "distributed.codec" in refused(capsys, config, "distributed.codec=int4")
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_what_this_version_cannot_do_is_refused(config: Path, enabled: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"distributed.enabled={enabled}", "distributed.codec=int4"]
+    assert "distributed.codec" in refused(capsys, config, *words)
     assert not (config.parent / "store").exists()
 
 

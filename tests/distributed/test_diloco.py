@@ -26,8 +26,8 @@ from speedtronic.distributed.stores.counting import CountingStore
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import Schema, snapshot
 from speedtronic.errors import CheckpointError, RunLockedError, StoreRefusedError, StoreUnavailableError
-from speedtronic.trainer import SyncCoordinator
-from speedtronic.trainer.sync import CountsWork, HandsOver, MovesOn, PreparesState
+from speedtronic.trainer import SyncCoordinator, Trainer
+from speedtronic.trainer.sync import CountsWork, DecidesOnReset, HandsOver, MovesOn, PreparesState
 from tests.support.failing import Failing
 from tests.support.listening import SOON, Listening
 
@@ -189,7 +189,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_the_coordinator_is_all_that_the_trainer_looks_for(world: World) -> None:
     coordinator = world.node().coordinator
-    for protocol in (SyncCoordinator, PreparesState, CountsWork, MovesOn, HandsOver):
+    for protocol in (SyncCoordinator, PreparesState, CountsWork, MovesOn, HandsOver, DecidesOnReset):
         assert isinstance(coordinator, protocol)
 
 
@@ -201,6 +201,33 @@ def test_another_model_is_refused_and_a_compiled_one_is_the_same(world: World) -
     compiled = nn.Module()
     compiled._orig_mod = run.model  # as `torch.compile` wraps a module
     assert run.coordinator.after_optimizer_step(compiled, 1) is False
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_in_a_trainer_of_ones_own_the_optimizer_keeps_its_state_unless_it_is_told_otherwise(
+    world: World, reset: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    options: dict[str, Any] = {"async_delta_upload": False, "async_global_poll": False}
+    master = MasterOuterLoop(
+        world.memory, snapshot(model), schema=Schema.of(model), quorum=1, expected_nodes=1, say=lambda *_: None
+    )
+    master.sync_once()
+    run = world.node(model, reset_inner_optimizer=reset, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(4, 3)
+    trainer = Trainer(
+        model,
+        optimizer,
+        [(inputs, inputs.sum(dim=1, keepdim=True))],
+        device="cpu",
+        loss_fn=lambda output, batch: nn.functional.mse_loss(output, batch[1]),
+        logger=run.log,
+        coordinator=run.coordinator,
+    )
+    trainer.fit(5)  # with inner_steps of 2, an exchange after the second and the fourth
+    assert [int(state["step"]) for state in optimizer.state.values()] == ([1, 1] if reset else [5, 5])
 
 
 def test_a_step_before_the_start_is_an_error(world: World) -> None:

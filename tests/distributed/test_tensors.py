@@ -383,6 +383,11 @@ class TestBytes:
         with pytest.raises(ValueError, match="__metadata__"):
             pack_tensors({"__metadata__": torch.ones(1)}, {})
 
+    @pytest.mark.parametrize("metadata", [{"epoch": 1}, {1: "epoch"}, {"epoch": None}])
+    def test_metadata_that_no_reader_would_take_is_named(self, metadata: Any) -> None:
+        with pytest.raises(ValueError, match="epoch"):
+            pack_tensors({"a": torch.ones(1)}, metadata)
+
 
 def entry(dtype: str = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
@@ -548,3 +553,29 @@ def test_a_tensor_is_exact_through_any_round(tmp_path: Path) -> None:
     save_safetensors({"a": values}, tmp_path / "a.safetensors")
 
     assert torch.equal(load_safetensors(tmp_path / "a.safetensors")["a"].view(torch.int32), values.view(torch.int32))
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_gives_copies_away_and_takes_a_new_base_as_the_cpu_does(dtype: torch.dtype) -> None:
+    here, there = nn.Linear(64, 48).to(dtype), nn.Linear(64, 48).to(dtype).cuda()
+    there.load_state_dict(here.state_dict())
+    base = snapshot(here)
+    assert_equal(snapshot(there), base)
+    reused = snapshot(there)
+    for model in (here, there):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+    assert snapshot(there, reused) is reused
+    assert_equal(reused, snapshot(here))
+    new_base = {name: value + 0.25 for name, value in base.items()}
+    on_device = dict(new_base)
+    rebase_(here, new_base, base, adopt=False)
+    rebase_(there, on_device, base, adopt=False)
+    assert_equal(on_device, new_base)
+    assert_equal(snapshot(there), snapshot(here))

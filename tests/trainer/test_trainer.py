@@ -21,6 +21,7 @@ from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, resolve_device
 from speedtronic.shapes import ShapeReport, resolve_shape_profile
 from speedtronic.trainer import SpeedtronicTrainer, SyncCoordinator, Trainer, TrainingEngine, trainer
+from tests.support.listening import Listening
 from tests.support.models import Endless, Events, Regression, Silence, make_trainer, regression_batches
 
 SEED_METRIC_KEYS = {
@@ -484,6 +485,18 @@ def test_a_run_whose_work_is_all_done_trains_nothing() -> None:
     assert (result.steps, list(result.metrics)) == (9, [])
 
 
+def test_a_run_whose_work_is_all_done_says_so_and_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    """The final step of a successful `fit` is always checkpointed: the weights are those of all nodes."""
+    log = Listening()
+    manager = CheckpointManager(tmp_path, every_steps=100)
+    knowing = Knowing(Events(), Position(9, 36, 108), after=0)
+    make_trainer(coordinator=knowing, checkpoint_manager=manager, logger=log).fit(7)
+    assert log.said("steps 1 to 9 were trained before: nothing is left to train")
+    state = CheckpointManager(tmp_path).load_latest()
+    assert state is not None
+    assert (state["step"], state["samples"], state["metrics"]["loss"]) == (9, 36, None)
+
+
 def test_work_behind_the_run_is_no_reason_to_move() -> None:
     ours = make_trainer(coordinator=Knowing(Events(), Position(2, 8, 24), after=3))
     assert ours.fit(4).samples == 16
@@ -531,6 +544,26 @@ def test_true_from_the_coordinator_resets_the_inner_optimizer(distributed: dict[
     )
     ours.fit(2)
     assert (len(ours.optimizer.state) == 0) is cleared
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("distributed", [{}, {"enabled": True, "repo_id": "a/b"}])
+def test_a_coordinator_that_decides_on_the_reset_is_obeyed_in_any_trainer(
+    distributed: dict[str, Any], reset: bool
+) -> None:
+    class Deciding(Coordinator):
+        reset_inner_optimizer = reset
+
+    torch.manual_seed(0)
+    model = Regression()
+    ours = make_trainer(
+        model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        coordinator=Deciding(Events(), reset=True),
+        config=config_of(distributed=distributed),
+    )
+    ours.fit(2)
+    assert (len(ours.optimizer.state) == 0) is reset
 
 
 def test_the_optimizers_step_is_looked_up_at_each_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if config.distributed.repo_id is None:
         raise ConfigError("distributed.repo_id: needed; name a store, such as dir:///path or s3://bucket/prefix")
 
+    config.distributed.enabled = True  # asked for by the command, so that what is not built is refused
+
     # Only now torch: a mistake in the file answers at once.
     from speedtronic.distributed.connecting import connect
     from speedtronic.distributed.diloco import build_master, say_through

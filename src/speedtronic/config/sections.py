@@ -524,7 +524,7 @@ class DistributedConfig(Section):
     )
     repo_id: Text | None = Field(
         default=None,
-        description="The store: dir:///path, org/name, s3://bucket/prefix, …; needed when enabled.",
+        description="The store: dir:///path, s3://bucket/prefix, …; needed when enabled.",
     )
     worker_repo_id: Text | None = Field(default=None, description="Store of this worker's own uploads. Null: repo_id.")
     token: Annotated[Token | None, BeforeValidator(_not_redacted)] = Field(

@@ -52,9 +52,9 @@ def _now() -> str:
 class DumbDiLoCoCoordinator:
     """Trains a model together with other nodes that share nothing but a store.
 
-    It is what the trainer's `SyncCoordinator`, `PreparesState`, `CountsWork`, `MovesOn` and `HandsOver` ask for. No
-    step waits for the store, unless `async_delta_upload` or `async_global_poll` is false: then that part is done at
-    boundaries on the training thread. Any role but `worker` makes versions too.
+    It is what the trainer's `SyncCoordinator`, `PreparesState`, `CountsWork`, `MovesOn`, `HandsOver` and
+    `DecidesOnReset` ask for. No step waits for the store, unless `async_delta_upload` or `async_global_poll` is false:
+    then that part is done at boundaries on the training thread. Any role but `worker` makes versions too.
 
     Args:
         config: the `distributed` section.
@@ -109,6 +109,11 @@ class DumbDiLoCoCoordinator:
     def outer_step(self) -> int:
         """The version of the global weights that the model is on; 0 before the first."""
         return self._outer_step
+
+    @property
+    def reset_inner_optimizer(self) -> bool:
+        """Whether the trainer is to clear the optimizer's state after an exchange; as configured."""
+        return self._config.reset_inner_optimizer
 
     # ------------------------------------------------------------------ lifecycle
 

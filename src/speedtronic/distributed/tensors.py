@@ -299,8 +299,11 @@ def pack_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
         metadata: text that goes into the header.
 
     Raises:
-        ValueError: a tensor cannot be stored; the message names it.
+        ValueError: a tensor or a piece of metadata cannot be stored; the message names it.
     """
+    for key, text in metadata.items():
+        if not (isinstance(key, str) and isinstance(text, str)):
+            raise ValueError(f"metadata {key!r}: a name and a text are needed, not {text!r}")
     real, notes = _as_real(tensors)
     return b"".join([safetensors_header(real, _in_order({**metadata, **notes})), *_chunks(real)])
 
@@ -427,7 +430,7 @@ def save_safetensors(
     """Write a safetensors file, whole and durable, or not at all. What is tied is written under each of its names.
 
     Raises:
-        ValueError: a tensor cannot be stored; the message names it.
+        ValueError: a tensor or a piece of metadata cannot be stored; the message names it.
         OSError: the disk is full, or failed; a file that was there before stays.
     """
     replace_file(FileSystem(), Path(path), pack_tensors(state, metadata or {}))

@@ -64,6 +64,14 @@ class MovesOn(Protocol):
 
 
 @runtime_checkable
+class DecidesOnReset(Protocol):
+    """A coordinator whose true after a step tells of an exchange, and asks for a reset only where this says so."""
+
+    @property
+    def reset_inner_optimizer(self) -> bool: ...
+
+
+@runtime_checkable
 class HandsOver(Protocol):
     """A coordinator that hands over the last work of a run before the last checkpoint, which then knows of it."""
 

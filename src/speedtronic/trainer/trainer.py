@@ -43,7 +43,7 @@ from speedtronic.trainer.step import (
     move_batch,
     token_parts,
 )
-from speedtronic.trainer.sync import CountsWork, HandsOver, MovesOn, PreparesState, SyncCoordinator
+from speedtronic.trainer.sync import CountsWork, DecidesOnReset, HandsOver, MovesOn, PreparesState, SyncCoordinator
 from speedtronic.trainer.throughput import device_peak_flops, training_flops_per_token
 
 # A scaler starts at 2¹⁶ and halves at each overflow: a run that still overflows after this many halvings in a row
@@ -76,6 +76,12 @@ class _Fit:
     overflows: int = 0
     evaluated_at: int | None = None
     eval_loss: float | None = None
+    moved_on: bool = False
+
+    @property
+    def came_further(self) -> bool:
+        """Whether steps were made, or passed over since they are done already."""
+        return self.moved_on or bool(self.reporter.records)
 
     def wants_more(self, step: int) -> bool:
         return step < self.target and self.signals.received is None
@@ -443,10 +449,15 @@ class Trainer:
             coordinator.count(samples, tokens)
         if not coordinator.after_optimizer_step(self.model, self.step):
             return
-        distributed = self.config.distributed
-        # A configured DumbDiLoCo asks after each exchange and leaves it to its key; any other coordinator means it.
-        if distributed.reset_inner_optimizer or not distributed.enabled:
+        if self._is_to_reset(coordinator):
             self.optimizer.state.clear()
+
+    def _is_to_reset(self, coordinator: SyncCoordinator) -> bool:
+        """Whether a coordinator that answered true asked for a reset of the optimizer's state."""
+        if isinstance(coordinator, DecidesOnReset):
+            return coordinator.reset_inner_optimizer
+        distributed = self.config.distributed
+        return distributed.reset_inner_optimizer or not distributed.enabled
 
     def _move_on(self, fit: _Fit) -> None:
         """Pass over the work that the coordinator knows to be done: its data, its steps, its learning rates."""
@@ -457,10 +468,12 @@ class Trainer:
             return
         self._settle()
         steps = position.step - self.step
-        self.logger.info(f"steps {self.step + 1} to {position.step} were trained before: going on behind them")
+        what_follows = "going on behind them" if position.step < fit.target else "nothing is left to train"
+        self.logger.info(f"steps {self.step + 1} to {position.step} were trained before: {what_follows}")
         self._batches.skip(steps * self.config.accumulation_steps)
         self._advance_scheduler(steps)
         self.step = position.step
+        fit.moved_on = True
         fit.reporter.move_to(position.samples, position.tokens)
 
     def _advance_scheduler(self, steps: int) -> None:
@@ -560,10 +573,10 @@ class Trainer:
         self._settle()
         self._hand_over()
         try:
-            if self.config.eval.at_end and fit.reporter.records and fit.signals.received is None:
+            if self.config.eval.at_end and fit.came_further and fit.signals.received is None:
                 self._evaluate(fit)
         finally:
-            if fit.saver is not None and fit.reporter.records:
+            if fit.saver is not None and fit.came_further:
                 self._save(fit.saver)
                 fit.saver.wait()
         if (signal := fit.signals.received) is not None:
