@@ -442,6 +442,19 @@ def test_the_last_part_of_a_round_is_sent_at_the_end(world: World) -> None:
     assert master.snapshot()["weight"].tolist() == [3.0, 3.0]
 
 
+def test_the_last_part_is_sent_however_many_deltas_wait_for_a_master(world: World) -> None:
+    master = master_of(world.memory)
+    master.sync_once()
+    run = world.node(inner_steps=1, async_delta_upload=False).start()
+    run.train(MAX_PENDING + 3)
+    assert len(run.log.of("delta_upload_skipped")) == 3
+    run.coordinator.stop()
+    assert len(run.log.of("delta_upload_skipped")) == 3
+    assert run.log.of("delta_upload_queued")[-1]["step"] == MAX_PENDING + 3
+    master.sync_once()
+    assert master.snapshot()["weight"].tolist() == [MAX_PENDING + 3.0] * 2
+
+
 def test_a_life_that_hangs_says_and_writes_nothing_after_its_end(world: World) -> None:
     master_of(world.memory).sync_once()
     closed = Closed(world.memory)

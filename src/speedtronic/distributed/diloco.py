@@ -397,7 +397,7 @@ class _Life:
         """Commit what was trained since the last boundary; wait up to `timeout` seconds for the place that it needs."""
         if self.node.unsent_steps > 0:
             self._finish_sending(self._clock() + timeout)
-            self._hand_over()
+            self._hand_over(last=True)
             self._spool()
 
     def _finish_sending(self, deadline: float) -> None:
@@ -434,8 +434,8 @@ class _Life:
             self._looking.attempt()
         return accepted
 
-    def _hand_over(self) -> bool:
-        if self.node.take() != "queued":
+    def _hand_over(self, *, last: bool = False) -> bool:
+        if self.node.take(last=last) != "queued":
             return False
         values = snapshot(self._model, self.node.spare(), names=self.node.exchanged)
         now = self._clock()

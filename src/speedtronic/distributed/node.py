@@ -256,11 +256,14 @@ class Node:
     def wants_boundary(self) -> bool:
         return self.local_step - self._boundary >= self._inner_steps
 
-    def take(self) -> Literal["queued", "full", "waiting", "idle"]:
+    def take(self, *, last: bool = False) -> Literal["queued", "full", "waiting", "idle"]:
         """Decide what becomes of a boundary; only `queued` asks for a call of `boundary`.
 
         Otherwise everything stays as it is, and the next delta is cumulative: the spool is full, or the store has not
         been read yet, or (`idle`) there is nothing to send.
+
+        Args:
+            last: whether no step follows. Then there is no next delta, so this one goes, however many wait already.
         """
         self._boundary = self.local_step
         if self.unsent_steps <= 0:
@@ -268,7 +271,7 @@ class Node:
         if self._version is None or not self._met:
             self._say_that_it_waits()
             return "waiting"
-        reason = self._why_full()
+        reason = self._why_full(last)
         if reason is None:
             return "queued"
         self._say("delta_upload_skipped", {"step": self.local_step, "reason": reason})
@@ -377,12 +380,12 @@ class Node:
     def _position(self) -> Position:
         return Position(self.local_step, self._samples, int(self._tokens))
 
-    def _why_full(self) -> str | None:
+    def _why_full(self, last: bool) -> str | None:
         if self._snapshot is not None:
             return "the delta before is still being written to disk"
         if self._spooled is not None:
             return f"delta {self._spooled.id.seq} is not uploaded yet"
-        if len(self._pending) >= MAX_PENDING:
+        if len(self._pending) >= MAX_PENDING and not last:
             return f"{len(self._pending)} deltas wait for the master to take them up"
         return None
 
