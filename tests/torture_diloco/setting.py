@@ -58,7 +58,7 @@ def together(folder: Path, text: Path, size: Size, seed: int) -> dict[str, Any]:
         "state_dir": str(folder / "state"),
         "expected_nodes": len(NODES),
         "inner_steps": size.inner_steps,
-        "poll_interval": 0.2,
+        "poll_interval": 0.05,
         "retry_initial": 0.2,
         "retry_max": 2.0,
     }
