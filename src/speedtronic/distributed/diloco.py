@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from speedtronic.config import DistributedConfig
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.connecting import connect
-from speedtronic.distributed.effects import perform
+from speedtronic.distributed.effects import Say, perform
 from speedtronic.distributed.files import NodeFiles
 from speedtronic.distributed.identity import NodeLock, new_session, node_folder, resolve_node_id
 from speedtronic.distributed.lanes import Lane
@@ -41,8 +41,6 @@ from speedtronic.metrics import MetricLogger
 
 START_WAIT = 30.0
 """Seconds that a start waits for its first look at the store, so that a late node begins with the newest weights."""
-
-Say = Callable[[str, Mapping[str, Any]], None]
 
 
 def _now() -> str:

@@ -7,13 +7,16 @@ each other in any order, ending each at any request.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from speedtronic.distributed.stores.base import Buffer, Listing, Store
 
 T = TypeVar("T")
+
+# Whom a procedure tells of an event and its payload, or of words: "log", with `level` and `message`.
+Say = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from speedtronic.distributed.codec import Codec
 from speedtronic.distributed.delta import DeltaHeader, pack_delta
-from speedtronic.distributed.effects import Procedure, get, read_file, remove_file, write_file
+from speedtronic.distributed.effects import Procedure, Say, get, read_file, remove_file, write_file
 from speedtronic.distributed.ledger import LEDGER, SPOOL, START, Ledger
 from speedtronic.distributed.past import Past, look_back, spooled_delta
 from speedtronic.distributed.protocol import (
@@ -44,8 +44,6 @@ MAX_PENDING = 8
 """Deltas in no version yet, at which boundaries are skipped: memory and store stay bounded when the master is gone."""
 
 PATIENCE = 60.0  # seconds that `state_dict` waits for a delta to be written to disk
-
-Say = Callable[[str, Mapping[str, Any]], None]
 
 
 class Install(NamedTuple):

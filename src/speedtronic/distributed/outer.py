@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtronic.distributed.effects import Procedure, T, perform
+from speedtronic.distributed.effects import Procedure, Say, T, perform
 from speedtronic.distributed.lanes import Lane
-from speedtronic.distributed.rounds import Master, MasterSettings, Say
+from speedtronic.distributed.rounds import Master, MasterSettings
 from speedtronic.distributed.stores.base import Store
 from speedtronic.distributed.tensors import Schema, Tensors, TensorSpec
 from speedtronic.distributed.update import NesterovOuterOptimizer

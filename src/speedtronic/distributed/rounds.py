@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speedtronic.distributed.codec import Codec, make_codec
 from speedtronic.distributed.delta import Delta, DeltaHeader, Refusal, admit, max_delta_bytes
-from speedtronic.distributed.effects import Procedure, delete, get, put
+from speedtronic.distributed.effects import Procedure, Say, delete, get, put
 from speedtronic.distributed.protocol import (
     DELTAS,
     MANIFEST_LIMIT,
@@ -49,8 +49,6 @@ from speedtronic.distributed.stores.base import Entry
 from speedtronic.distributed.tensors import Form, PackedTensors, Schema, TensorFormatError, Tensors, pack_tensors
 from speedtronic.distributed.update import OuterOptimizer, make_outer
 from speedtronic.errors import StoreContentError, StoreError
-
-Say = Callable[[str, Mapping[str, Any]], None]
 
 RECENT_ROUNDS = 5  # a node that was in one of so many takes part
 DOUBTFUL_LOOKS = 10  # so often a delta that is torn or missing may be found so before it is given up
