@@ -30,19 +30,19 @@ from torch import nn
 
 from speedtronic import DistributedConfig
 from speedtronic.distributed.codec import Fp32Codec
+from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
 from speedtronic.distributed.delta import DeltaHeader, pack_delta
-from speedtronic.distributed.diloco import DumbDiLoCoCoordinator
-from speedtronic.distributed.effects import Files, Procedure, perform
+from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.node import Node
 from speedtronic.distributed.outer import MasterOuterLoop
 from speedtronic.distributed.protocol import Position, list_all
-from speedtronic.distributed.rounds import Master, MasterSettings
+from speedtronic.distributed.requests import Files, Procedure, perform
 from speedtronic.distributed.stores.base import REQUEST_TIMEOUT, Buffer, Listing, Store
-from speedtronic.distributed.stores.counting import CountingStore
-from speedtronic.distributed.stores.local import FolderStore
+from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import Schema, cpu_state_dict, rebase_, snapshot
 from speedtronic.metrics import MetricLogger
+from tests.support.counting_store import CountingStore
 
 Record = dict[str, Any]
 

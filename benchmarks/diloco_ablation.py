@@ -37,12 +37,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from virtual_nodes import Budget, Clock, Link, Pace, VirtualMaster, VirtualNode, rebase
+from virtual_nodes import Budget, Clock, Link, Throttle, VirtualMaster, VirtualNode, rebase
 
+from speedtronic.distributed import master as rounds_module
 from speedtronic.distributed import node as node_module
-from speedtronic.distributed import rounds as rounds_module
+from speedtronic.distributed.master import MasterSettings
 from speedtronic.distributed.node import Install, Node
-from speedtronic.distributed.rounds import MasterSettings
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import rebase_
 
@@ -206,7 +206,7 @@ def run(arm: Arm, seed: int, rounds: int, characters: str) -> Outcome:
             clock=clock,
             store=store,
             link=arm.link,
-            pace=Pace(speed, arm.jitter, waits=arm.synchronous),
+            pace=Throttle(speed, arm.jitter, waits=arm.synchronous),
             budget=budget,
             inner_steps=INNER_STEPS,
             put_on=overwrite if arm.install == "overwrite" else rebase,

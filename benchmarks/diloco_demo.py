@@ -207,7 +207,7 @@ def held_out_loss(weights: Path) -> float:
     """Nats per byte over text that no process was trained on."""
     import torch
 
-    from speedtronic.checkpoint.weights import load_initial_weights
+    from speedtronic.checkpoint.initial_weights import load_initial_weights
     from speedtronic.data import build_data
     from speedtronic.evaluation import HeldOutLoss
     from speedtronic.precision import resolve_precision

@@ -26,11 +26,11 @@ from pathlib import Path
 
 import tokenizers
 
-from speedtronic.data.partial import is_resumable
-from speedtronic.data.pool import available_cpus
-from speedtronic.data.prepare import prepare
-from speedtronic.data.sources import library_sources, texts
-from speedtronic.data.train_tokenizer import train_tokenizer
+from speedtronic.data.prepare.prepare import prepare
+from speedtronic.data.prepare.process_pool import available_cpus
+from speedtronic.data.prepare.sources import library_sources, texts
+from speedtronic.data.prepare.train_tokenizer import train_tokenizer
+from speedtronic.data.prepare.work_folder import is_resumable
 
 
 def write_corpus(folder: Path, size: int) -> None:

@@ -17,9 +17,9 @@ from typing import Protocol, TypeVar
 from torch import nn
 
 from speedtronic.distributed.codec import Fp32Codec
-from speedtronic.distributed.effects import Delete, Effect, Files, Get, List, Procedure, Put, answer
+from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.node import Install, Node
-from speedtronic.distributed.rounds import Master, MasterSettings
+from speedtronic.distributed.requests import Delete, Effect, Files, Get, List, Procedure, Put, answer
 from speedtronic.distributed.stores.base import Buffer, Store
 from speedtronic.distributed.tensors import Schema, rebase_, snapshot
 from speedtronic.errors import StoreError
@@ -156,7 +156,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Throttle:
     """How a node moves.
 
     Attributes:
@@ -188,7 +188,7 @@ class VirtualNode:
         clock: Clock,
         store: Store,
         link: Link,
-        pace: Pace,
+        pace: Throttle,
         budget: Budget,
         inner_steps: int,
         put_on: Callable[[nn.Module, Install], Install],

@@ -21,7 +21,8 @@ FLOORS = (
     {"shapes"},
     {"precision", "registry"},
     {"config"},
-    {"errors", "processes"},
+    {"durable"},
+    {"errors"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.stem in FLOOR_OF)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from speedtronic.checkpoint.weights import load_initial_weights
+from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.cli import main
 from speedtronic.config import load_config
-from speedtronic.data.prepare import prepare
+from speedtronic.data.prepare.prepare import prepare
 from speedtronic.precision import PrecisionPlan
 from speedtronic.registry import build_model
 from speedtronic.shapes import validate_startup_shapes

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.checkpoint.files import FileSystem
+from speedtronic.durable.files import FileSystem
 from speedtronic.errors import NonFiniteError, SpeedtronicError
 from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.checkpoint.export import HuggingFaceTokenizer, export_llama, open_model
-from speedtronic.checkpoint.llama import from_llama, reference_model
+from speedtronic.checkpoint.export.files import HuggingFaceTokenizer, export_llama, open_model
+from speedtronic.checkpoint.export.llama import from_llama, reference_model
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import CheckpointError
 from speedtronic.generation import generate_tokens

@@ -14,7 +14,7 @@ import torch
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data.prepare import prepare
+from speedtronic.data.prepare.prepare import prepare
 from speedtronic.errors import CheckpointError
 from speedtronic.runtime import build_optimizer, build_runtime, train_from_config
 from tests.support.configs import tiny

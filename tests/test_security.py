@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from speedtronic.checkpoint import CheckpointManager
+from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.checkpoint.manifest import MANIFEST, seal
-from speedtronic.checkpoint.weights import load_initial_weights
-from speedtronic.data.prepare import prepare
+from speedtronic.data.prepare.prepare import prepare
 from speedtronic.data.shards import ShardSet
 from speedtronic.errors import CheckpointError, DataError
 

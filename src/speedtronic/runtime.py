@@ -22,14 +22,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from speedtronic.checkpoint import CheckpointManager, RunLock
-from speedtronic.checkpoint.llama import MODEL_NAMES, hidden_differences, reference_names
-from speedtronic.checkpoint.weights import load_initial_weights
+from speedtronic.checkpoint.export.llama import MODEL_NAMES, hidden_differences, reference_names
+from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
-from speedtronic.distributed.connecting import connect
-from speedtronic.distributed.diloco import DumbDiLoCoCoordinator
-from speedtronic.distributed.share import DataShare, share_of_data
+from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
+from speedtronic.distributed.data_share import DataShare, share_of_data
+from speedtronic.distributed.stores.connect import connect
 from speedtronic.errors import CheckpointError, NotBuiltError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger

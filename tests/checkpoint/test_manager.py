@@ -22,9 +22,9 @@ import torch
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.checkpoint import manager as manager_module
-from speedtronic.checkpoint.files import FileSystem
 from speedtronic.checkpoint.manifest import FILES, MANIFEST, read_manifest, seal
-from speedtronic.checkpoint.pace import Pace
+from speedtronic.checkpoint.throttle import Throttle
+from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError
 
 
@@ -292,13 +292,13 @@ def test_a_save_that_is_waited_for_is_hurried(tmp_path: Path, monkeypatch: pytes
 def test_a_cadence_that_overtakes_the_pace_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
 
-    def pace(share: float) -> Pace:
+    def pace(share: float) -> Throttle:
         shares.append(share)
-        return Pace(1.0)
+        return Throttle(1.0)
 
     fs = Gate()
     manager = CheckpointManager(tmp_path, fs=fs)
-    monkeypatch.setattr(manager_module, "Pace", pace)
+    monkeypatch.setattr(manager_module, "Throttle", pace)
     monkeypatch.setattr(manager_module, "background_share", lambda training_on_cpu: 0.5 if training_on_cpu else 0.9)
     manager.save_async(1, state_of(1))
     threading.Timer(0.05, fs.open_gate.set).start()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from speedtronic.checkpoint.files import FileRecord, FileSystem
 from speedtronic.checkpoint.manifest import (
     FILES,
     MANIFEST,
@@ -19,6 +18,7 @@ from speedtronic.checkpoint.manifest import (
     read_pointer,
     seal,
 )
+from speedtronic.durable.files import FileRecord, FileSystem
 from speedtronic.errors import CheckpointError
 
 GOOD = Manifest(

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.checkpoint.export import export_safetensors, open_model
-from speedtronic.checkpoint.files import FileSystem
+from speedtronic.checkpoint.export.files import export_safetensors, open_model
+from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.checkpoint.manifest import FILES, MANIFEST
-from speedtronic.checkpoint.weights import load_initial_weights
+from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError
 
 CASES = 2000

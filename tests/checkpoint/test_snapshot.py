@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 
 from speedtronic.checkpoint import snapshot
-from speedtronic.checkpoint.files import FileSystem, write_file
 from speedtronic.checkpoint.manifest import Manifest
 from speedtronic.checkpoint.snapshot import SnapshotBuffers, read_state, stored_average, take_snapshot, write_snapshot
+from speedtronic.durable.files import FileSystem, write_file
 from speedtronic.errors import CheckpointError
 
 

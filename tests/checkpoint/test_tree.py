@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from speedtronic.checkpoint.tensors import DTYPE_NAMES
 from speedtronic.checkpoint.tree import check, decode, encode
+from speedtronic.durable.tensor_file import DTYPE_NAMES
 from speedtronic.errors import CheckpointError
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data.tokenizers import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer
 from speedtronic.model.transformer import build_reference_transformer
 
 SIZES = {"vocab_size": 300, "max_seq_len": 16, "n_layer": 1, "n_head": 2, "d_model": 8}
@@ -174,7 +174,7 @@ def test_checkpoints_of_version_2_are_refused(tmp_path: Path, capsys: pytest.Cap
 def test_a_full_disk_is_one_error_of_the_run(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from speedtronic.checkpoint.files import FileSystem
+    from speedtronic.durable.files import FileSystem
 
     def full(self: FileSystem, file: Any, data: memoryview) -> None:
         raise OSError(28, "No space left on device")

@@ -15,10 +15,10 @@ import pytest
 
 from speedtronic.cli import data, main
 from speedtronic.cli.data_prepare import progress_report
-from speedtronic.data.partial import is_resumable
-from speedtronic.data.prepare import Progress
+from speedtronic.data.prepare.prepare import Progress
+from speedtronic.data.prepare.work_folder import is_resumable
 from speedtronic.data.shards import ShardFiles, ShardSet
-from speedtronic.data.tokenizers import IdArray
+from speedtronic.data.tokenizers.base import IdArray
 from speedtronic.errors import DataError
 
 FULL = "error: cannot write to the standard output: No space left on device\n"
@@ -137,7 +137,7 @@ def test_prepare_that_is_stopped_keeps_what_it_can_go_on_with(
             signal.raise_signal(number)
         append(files, ids, ends)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("speedtronic.data.prepare._SECONDS_BETWEEN_NOTES", 0 if noted else 1e9)
+    monkeypatch.setattr("speedtronic.data.prepare.prepare._SECONDS_BETWEEN_NOTES", 0 if noted else 1e9)
     with monkeypatch.context() as patch:
         patch.setattr(ShardFiles, "append", stopped)
         assert main(["data", "prepare", str(text), "--out", str(tmp_path / "out")]) == code

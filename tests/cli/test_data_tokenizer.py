@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from speedtronic.cli import data_tokenizer
-from speedtronic.data.bpe import load_tokenizer
+from speedtronic.data.tokenizers.from_file import load_tokenizer
 
 
 def run(*arguments: str | Path) -> int:

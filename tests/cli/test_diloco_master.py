@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speedtronic.checkpoint.weights import load_initial_weights
+from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.cli import main
 from speedtronic.config import load_config
 from speedtronic.distributed.status import store_status

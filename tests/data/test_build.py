@@ -21,8 +21,8 @@ from speedtronic.data import (
     build_dataloader,
 )
 from speedtronic.data.build import Loader
-from speedtronic.data.iterable import StreamLoader
-from speedtronic.data.train_tokenizer import train_tokenizer
+from speedtronic.data.loading.iterable_loader import StreamLoader
+from speedtronic.data.prepare.train_tokenizer import train_tokenizer
 from speedtronic.errors import DataError
 
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea."

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from speedtronic.distributed.effects import perform
+from speedtronic.distributed.requests import perform
 from speedtronic.distributed.stores import FolderStore, MemoryStore, Store, open_store
-from speedtronic.distributed.stores.counting import CountingStore
-from speedtronic.distributed.stores.faulty import Faults, FaultyStore
 from speedtronic.distributed.stores.retrying import RetryingStore
 from speedtronic.distributed.stores.s3 import S3Store
 from tests.distributed.stores import servers
+from tests.support.counting_store import CountingStore
+from tests.support.faulty_store import Faults, FaultyStore
 from tests.support.masters import history_of, names
 from tests.support.together import assert_same, together
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import open_delta, read_header
-from speedtronic.distributed.effects import Get, Procedure, Put
 from speedtronic.distributed.ledger import SPOOL
 from speedtronic.distributed.node import MAX_PENDING
 from speedtronic.distributed.protocol import Position
+from speedtronic.distributed.requests import Get, Procedure, Put
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import Schema, rebase_, snapshot
 from speedtronic.errors import StoreContentError, StoreUnavailableError

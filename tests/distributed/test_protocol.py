@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from speedtronic.distributed import protocol
-from speedtronic.distributed.effects import Put, answer, perform
 from speedtronic.distributed.protocol import (
     Blob,
     DeltaId,
@@ -29,6 +28,7 @@ from speedtronic.distributed.protocol import (
     read_manifest,
     weights_name,
 )
+from speedtronic.distributed.requests import Put, answer, perform
 from speedtronic.distributed.stores.base import Entry, Listing
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import StoreContentError, StoreUnavailableError

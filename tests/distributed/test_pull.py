@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from speedtronic.checkpoint.export import ExportError
-from speedtronic.checkpoint.files import FileSystem
+from speedtronic.checkpoint.export.files import ExportError
 from speedtronic.distributed.protocol import weights_name
 from speedtronic.distributed.pull import pull, target
 from speedtronic.distributed.stores import MemoryStore
+from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError, StoreContentError
 from tests.support.published import publish, publish_two_versions, weights_of
 

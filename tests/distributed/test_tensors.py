@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from speedtronic.checkpoint.tensors import DTYPE_NAMES
 from speedtronic.distributed.tensors import (
     METADATA_LIMIT,
     Form,
@@ -31,6 +30,7 @@ from speedtronic.distributed.tensors import (
     snapshot,
     unpack_tensors,
 )
+from speedtronic.durable.tensor_file import DTYPE_NAMES
 from tests.support.exchanged import TRAINED, Everything, everything
 
 

@@ -18,7 +18,7 @@ from speedtronic.optimizers.factory import build_adamw, build_hybrid, hybrid_gro
 from speedtronic.precision import PrecisionPlan
 from speedtronic.runtime import build_optimizer
 from speedtronic.trainer import Trainer
-from speedtronic.trainer.guard import NonFiniteGuard
+from speedtronic.trainer.nonfinite import NonFiniteGuard
 from tests.support.foreign import tiny_model
 from tests.support.models import make_trainer
 

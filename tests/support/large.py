@@ -14,7 +14,7 @@ import torch
 from speedtronic.distributed.outer import MasterOuterLoop
 from speedtronic.distributed.protocol import DELTAS, DeltaId, parse_delta_name
 from speedtronic.distributed.stores.base import Entry, Listing
-from speedtronic.distributed.stores.local import FolderStore
+from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import Schema, TensorSpec
 from tests.support.masters import INITIAL, SCHEMA, Heard, send

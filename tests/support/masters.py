@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import DeltaHeader, pack_delta
-from speedtronic.distributed.effects import Effect, List, Procedure, T, answer, perform
+from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.protocol import DeltaId, Manifest, Position, find_head, read_manifest
-from speedtronic.distributed.rounds import Master, MasterSettings
+from speedtronic.distributed.requests import Effect, List, Procedure, T, answer, perform
 from speedtronic.distributed.stores.base import Listing, Store
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import PackedTensors, Schema, Tensors, snapshot

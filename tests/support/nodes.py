@@ -13,7 +13,6 @@ from torch import nn
 from speedtronic.checkpoint.tree import decode, encode
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import open_delta
-from speedtronic.distributed.effects import Effect, Procedure, answer, perform
 from speedtronic.distributed.node import Install, Node
 from speedtronic.distributed.protocol import (
     PROTOCOL,
@@ -29,6 +28,7 @@ from speedtronic.distributed.protocol import (
     parse_delta_name,
     weights_name,
 )
+from speedtronic.distributed.requests import Effect, Procedure, answer, perform
 from speedtronic.distributed.stores.base import Buffer, Store
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import Schema, Tensors, pack_tensors, rebase_, snapshot, unpack_tensors

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from speedtronic.data.units import Unit
+from speedtronic.data.prepare.work_units import Unit
 from speedtronic.errors import DataError
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.effects import perform
 from speedtronic.distributed.node import Node
 from speedtronic.distributed.outer import MasterOuterLoop
+from speedtronic.distributed.requests import perform
 from speedtronic.distributed.stores.base import Store
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import Schema, rebase_, snapshot

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from speedtronic.data import rank_tokenizer
-from speedtronic.data.json_tokenizer import JsonTokenizer, bytes_of_characters, json_tokenizer
-from speedtronic.data.rank_tokenizer import RankTokenizer
+from speedtronic.data.tokenizers import tiktoken
+from speedtronic.data.tokenizers.huggingface import JsonTokenizer, bytes_of_characters, json_tokenizer
+from speedtronic.data.tokenizers.tiktoken import RankTokenizer
 
 # The patterns as the published tokenizer.json files of GPT-2-like, Llama 3, Qwen 2 and GPT-4o-like models write them.
 GPT2_JSON = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -109,7 +109,7 @@ def eager_ranks(size: int) -> RankTokenizer:
     single = [bytes([byte]) for byte in range(256)]
     tokens = [*single, *(bytes(pair) for pair in itertools.product(MERGED, repeat=2))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rank_tokenizer.ENCODINGS, len(tokens), rank_tokenizer.ENCODINGS[size])
+        patch.setitem(tiktoken.ENCODINGS, len(tokens), tiktoken.ENCODINGS[size])
         return RankTokenizer(tokens)
 
 

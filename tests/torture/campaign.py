@@ -26,11 +26,11 @@ import torch
 
 from speedtronic import runtime
 from speedtronic.checkpoint import CheckpointEntry, CheckpointManager
-from speedtronic.checkpoint.files import FileSystem
-from speedtronic.checkpoint.lock import LOCK_FILE
 from speedtronic.checkpoint.manifest import Pointer, read_pointer
+from speedtronic.durable.files import FileSystem
+from speedtronic.durable.lock import LOCK_FILE
+from speedtronic.durable.processes import process_is_alive
 from speedtronic.errors import CheckpointError
-from speedtronic.processes import process_is_alive
 from tests.torture import victim
 from tests.torture.board import Board, Fault, Phase
 from tests.torture.plan import Faults, Kill, Plan

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from speedtronic.checkpoint.files import FileSystem
+from speedtronic.durable.files import FileSystem
 from tests.torture.board import Board, Fault, Phase
 from tests.torture.plan import Faults, Plan
 

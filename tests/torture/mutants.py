@@ -12,8 +12,8 @@ from typing import Any
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.checkpoint.entries import checkpoint_name
-from speedtronic.checkpoint.files import FileSystem, replace_file
 from speedtronic.checkpoint.manifest import Pointer, read_manifest
+from speedtronic.durable.files import FileSystem, replace_file
 from speedtronic.trainer import Trainer
 from tests.torture.board import Phase
 from tests.torture.disk import Delegating

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speedtronic.checkpoint.files import FileSystem
+from speedtronic.durable.files import FileSystem
 from tests.torture.disk import TorturedFileSystem
 from tests.torture.mutants import MUTANTS
 

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 
 from speedtronic import runtime
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.checkpoint.files import FileSystem
 from speedtronic.config import DataConfig
+from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError
 from speedtronic.metrics import MetricLogger
 from tests.support.configs import tiny

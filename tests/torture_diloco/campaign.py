@@ -11,7 +11,7 @@ from pathlib import Path
 from signal import SIGTERM
 
 from speedtronic.config import load_config
-from speedtronic.distributed.diloco import build_master, say_through
+from speedtronic.distributed.coordinator import build_master, say_through
 from speedtronic.distributed.pull import pull
 from speedtronic.distributed.status import store_status
 from speedtronic.distributed.stores import open_store

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from speedtronic.distributed.stores.local import FolderStore
+from speedtronic.distributed.stores.folder import FolderStore
 
 _PACE = float(os.environ["TORTURE_PACE"])
 _KEPT = Path(os.environ["TORTURE_KEPT"])

@@ -128,7 +128,7 @@ def held_out_loss(config_file: Path, weights: Path) -> float:
     """Nats per character over the whole tenth of the text that nobody was trained on."""
     import torch
 
-    from speedtronic.checkpoint.weights import load_initial_weights
+    from speedtronic.checkpoint.initial_weights import load_initial_weights
     from speedtronic.config import load_config
     from speedtronic.data import build_data
     from speedtronic.evaluation import HeldOutLoss

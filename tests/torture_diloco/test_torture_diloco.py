@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from speedtronic.distributed.effects import perform
+from speedtronic.distributed.master import MasterSettings
 from speedtronic.distributed.protocol import DeltaId, Manifest, Position, Rejection
-from speedtronic.distributed.rounds import MasterSettings
-from speedtronic.distributed.stores.local import FolderStore
+from speedtronic.distributed.requests import perform
+from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.tensors import Schema, snapshot
 from tests.support.masters import new_master, packed_delta
 from tests.torture_diloco import history

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.checkpoint.files import FileSystem
+from speedtronic.durable.files import FileSystem
 from speedtronic.metrics import MetricLogger
 from speedtronic.trainer.saving import CheckpointSaver
 from tests.support.models import Endless, Events, Silence, make_trainer, regression_batches

@@ -15,8 +15,8 @@ from speedtronic.trainer.step import (
     Forward,
     accumulate,
     batch_size_and_tokens,
+    clip_gradients,
     equal_parts,
-    gradient_norm,
     move_batch,
     token_parts,
 )
@@ -251,7 +251,7 @@ def test_the_gradient_norm_is_that_over_all_parameters() -> None:
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad = torch.tensor([3.0, 0.0])
     parameters[1].grad = torch.tensor([4.0])
-    assert gradient_norm(parameters, None).item() == pytest.approx(5.0)
+    assert clip_gradients(parameters, None).item() == pytest.approx(5.0)
     assert parameters[0].grad.tolist() == [3.0, 0.0]
 
 
@@ -259,14 +259,14 @@ def test_sparse_gradients_have_a_norm_too() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     # Row 1 was used twice: its gradient is (2, 2), that of row 3 is (1, 1).
-    assert gradient_norm([embedding.weight], None).item() == pytest.approx(10**0.5)
+    assert clip_gradients([embedding.weight], None).item() == pytest.approx(10**0.5)
 
 
 def test_clipping_scales_gradients_down_to_the_norm_and_never_up() -> None:
     """Seed: "On the final microbatch, optionally unscale and clip"."""
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
-    assert gradient_norm([parameter], 1.0).item() == pytest.approx(5.0)
+    assert clip_gradients([parameter], 1.0).item() == pytest.approx(5.0)
     assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
-    gradient_norm([parameter], 10.0)
+    clip_gradients([parameter], 10.0)
     assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)

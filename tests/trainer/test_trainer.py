@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.checkpoint.files import FileSystem
 from speedtronic.config import ConfigError, SpeedtronicConfig
+from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError, DeviceError, NonFiniteError, RunFolderError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, resolve_device

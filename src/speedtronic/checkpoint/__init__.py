@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from speedtronic.checkpoint.entries import CheckpointEntry
-from speedtronic.checkpoint.lock import RunLock
 from speedtronic.checkpoint.manager import CheckpointManager
 from speedtronic.checkpoint.rng import capture_rng_state, restore_rng_state
 from speedtronic.checkpoint.tree import check
+from speedtronic.durable.lock import RunLock
 from speedtronic.errors import CheckpointError
 
 __all__ = [

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speedtronic.checkpoint.files import FileSystem
 from speedtronic.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError
 
 _NAME = re.compile(r"step_(?P<step>[0-9]{12,})(?:-(?P<run>[0-9a-f]{8})(?:-new)?)?")

@@ -38,7 +38,6 @@ from speedtronic.checkpoint.entries import (
     of_run,
     scan,
 )
-from speedtronic.checkpoint.files import FileSystem, copy_file, ensure_directory, no_pause, replace_file, write_file
 from speedtronic.checkpoint.manifest import (
     FILES,
     MANIFEST,
@@ -49,7 +48,6 @@ from speedtronic.checkpoint.manifest import (
     current_versions,
     read_pointer,
 )
-from speedtronic.checkpoint.pace import Pace, background_share
 from speedtronic.checkpoint.snapshot import (
     Snapshot,
     SnapshotBuffers,
@@ -58,8 +56,10 @@ from speedtronic.checkpoint.snapshot import (
     take_snapshot,
     write_snapshot,
 )
+from speedtronic.checkpoint.throttle import Throttle, background_share
+from speedtronic.durable.files import FileSystem, copy_file, ensure_directory, no_pause, replace_file, write_file
+from speedtronic.durable.processes import process_is_alive
 from speedtronic.errors import CheckpointError
-from speedtronic.processes import process_is_alive
 
 LATEST = "latest.json"
 _TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
@@ -152,7 +152,7 @@ class CheckpointManager:
         self._buffers = SnapshotBuffers()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[Path] | None = None
-        self._pace = Pace(1.0)
+        self._pace = Throttle(1.0)
         self._overtaken = False
         self._failure: BaseException | None = None
 
@@ -204,7 +204,7 @@ class CheckpointManager:
         snapshot = take_snapshot(state, self._buffers)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
-        self._pace = Pace(1.0 if self._overtaken else background_share(training_on_cpu=snapshot.on_cpu))
+        self._pace = Throttle(1.0 if self._overtaken else background_share(training_on_cpu=snapshot.on_cpu))
         self._pending = self._writer.submit(self._write, step, snapshot, self._pace.pause)
         return self._pending
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import speedtronic
-from speedtronic.checkpoint.files import FileRecord, FileSystem, read_small
+from speedtronic.durable.files import FileRecord, FileSystem, read_small
 from speedtronic.errors import CheckpointError
 
 FORMAT = 1

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from speedtronic.checkpoint.files import FileRecord, FileSystem, fill, no_pause, verified, write_file
-from speedtronic.checkpoint.image import TensorImage
 from speedtronic.checkpoint.manifest import FILES, MODEL_TENSORS, STATE_TENSORS, STATE_TREE, Manifest
-from speedtronic.checkpoint.tensors import StoredTensor, read_header, read_tensors, tensor_chunks
+from speedtronic.checkpoint.staging import StagingBuffer
 from speedtronic.checkpoint.tree import EncodedTree, decode, encode
+from speedtronic.durable.files import FileRecord, FileSystem, fill, no_pause, verified, write_file
+from speedtronic.durable.tensor_file import StoredTensor, read_header, read_tensors, tensor_chunks
 from speedtronic.errors import CheckpointError
 
 _LARGEST_TREE = 256 * 2**20  # bytes
@@ -31,8 +31,8 @@ class SnapshotBuffers:
     """
 
     def __init__(self) -> None:
-        self.model = TensorImage()
-        self.rest = TensorImage()
+        self.model = StagingBuffer()
+        self.rest = StagingBuffer()
 
     def release(self) -> None:
         """Give the memory back."""
@@ -189,7 +189,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _bytes_of_file(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], image: TensorImage | None
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], image: StagingBuffer | None
 ) -> Iterable[bytes | memoryview]:
     if image is None:
         return tensor_chunks(tensors, metadata)

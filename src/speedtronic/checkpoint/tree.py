@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtronic.checkpoint.tensors import DTYPE_NAMES, RESERVED_NAME, element_count
+from speedtronic.durable.tensor_file import DTYPE_NAMES, RESERVED_NAME, element_count
 from speedtronic.errors import CheckpointError
 
 _INT64 = range(-(2**63), 2**63)

@@ -11,7 +11,7 @@ from speedtronic.cli.checkpoints_found import add_path_argument, find, printable
 from speedtronic.cli.interrupts import sigterm_unwinds
 
 if TYPE_CHECKING:
-    from speedtronic.checkpoint.export import HuggingFaceTokenizer, SavedModel
+    from speedtronic.checkpoint.export.files import HuggingFaceTokenizer, SavedModel
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,7 +52,7 @@ def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from speedtronic.checkpoint.export import export_llama, export_safetensors
+    from speedtronic.checkpoint.export.files import export_llama, export_safetensors
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with sigterm_unwinds():
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _open(path: Path) -> SavedModel:
     """The model in the newest sound checkpoint, or in the one that is named."""
     from speedtronic.checkpoint import CheckpointManager
-    from speedtronic.checkpoint.export import open_model
+    from speedtronic.checkpoint.export.files import open_model
     from speedtronic.errors import CheckpointError
 
     found = find(path)
@@ -90,8 +90,8 @@ def _open(path: Path) -> SavedModel:
 
 def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str]]:
     """What the folder says of the run's tokenizer, and what is to be said about it."""
-    from speedtronic.checkpoint.export import HuggingFaceTokenizer
-    from speedtronic.data.tokenizers import tokenizer_from_spec
+    from speedtronic.checkpoint.export.files import HuggingFaceTokenizer
+    from speedtronic.data.tokenizers.base import tokenizer_from_spec
 
     spec = model.tokenizer
     if spec is None:

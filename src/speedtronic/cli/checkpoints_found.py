@@ -15,7 +15,7 @@ from speedtronic.cli.arguments import load_config_of_run
 
 if TYPE_CHECKING:
     from speedtronic.checkpoint import CheckpointEntry, CheckpointManager
-    from speedtronic.checkpoint.files import FileSystem
+    from speedtronic.durable.files import FileSystem
 
 FIELDS = """\
 fields of the JSON objects:
@@ -72,7 +72,7 @@ def find(path: Path) -> Found:
 def _find(path: Path) -> Found:
     from speedtronic.checkpoint import CheckpointManager
     from speedtronic.checkpoint.entries import inspect
-    from speedtronic.checkpoint.files import FileSystem
+    from speedtronic.durable.files import FileSystem
     from speedtronic.errors import CheckpointError
 
     path = path if path.name not in ("", "..") else path.resolve()
@@ -119,7 +119,7 @@ def reading_progress(label: str, size: int) -> Iterator[FileSystem]:
         label: what stands before the bar.
         size: how much will be read, in bytes.
     """
-    from speedtronic.checkpoint.files import FileSystem
+    from speedtronic.durable.files import FileSystem
 
     if size < _WORTH_SHOWING or sys.stderr is None or not sys.stderr.isatty():
         yield FileSystem()

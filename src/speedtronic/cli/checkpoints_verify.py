@@ -20,7 +20,7 @@ from speedtronic.cli.checkpoints_found import (
 
 if TYPE_CHECKING:
     from speedtronic.checkpoint import CheckpointEntry
-    from speedtronic.checkpoint.files import FileSystem
+    from speedtronic.durable.files import FileSystem
 
 
 def add_parser(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
 def _saved_last(found: Found) -> CheckpointEntry:
     """The newest checkpoint, in whatever condition: what `latest.json` names, else what the manifests say."""
     from speedtronic.checkpoint.entries import newest_first, of_run
-    from speedtronic.checkpoint.files import FileSystem
     from speedtronic.checkpoint.manager import LATEST
     from speedtronic.checkpoint.manifest import read_pointer
+    from speedtronic.durable.files import FileSystem
     from speedtronic.errors import CheckpointError
 
     entries = found.entries

@@ -7,7 +7,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speedtronic.checkpoint.files import FileSystem
+from speedtronic.durable.files import FileSystem
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -41,7 +41,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 def inputs(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `prepare` and `train_tokenizer` that say what to read, besides the paths."""
-    from speedtronic.data.sources import DEFAULT_PATTERNS
+    from speedtronic.data.prepare.sources import DEFAULT_PATTERNS
 
     return {
         "source": args.source,

@@ -22,15 +22,15 @@ from speedtronic.metrics.lines import short_bytes
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from speedtronic.data.prepare import PreparedSummary, Progress
+    from speedtronic.data.prepare.prepare import PreparedSummary, Progress
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_FRAMES = 0.1
 
 
 def run(args: argparse.Namespace) -> int:
-    from speedtronic.data.partial import is_resumable
-    from speedtronic.data.prepare import prepare
+    from speedtronic.data.prepare.prepare import prepare
+    from speedtronic.data.prepare.work_folder import is_resumable
     from speedtronic.data.shards import DEFAULT_SHARD_TOKENS
 
     if not ConsoleStream(sys.stderr).isatty():

@@ -11,7 +11,7 @@ from speedtronic.cli.data_inputs import add_inputs, inputs
 from speedtronic.cli.facts import write_facts
 
 if TYPE_CHECKING:
-    from speedtronic.data.train_tokenizer import TrainedTokenizer
+    from speedtronic.data.prepare.train_tokenizer import TrainedTokenizer
 
 
 def add_train_tokenizer(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,7 +31,7 @@ def add_train_tokenizer(actions: argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def run(args: argparse.Namespace) -> int:
-    from speedtronic.data.train_tokenizer import train_tokenizer
+    from speedtronic.data.prepare.train_tokenizer import train_tokenizer
 
     trained = train_tokenizer(
         args.paths,

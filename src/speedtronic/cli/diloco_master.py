@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     config.distributed.enabled = True  # asked for by the command, so that what is not built is refused
 
     # Only now torch: a mistake in the file answers at once.
-    from speedtronic.distributed.connecting import connect
-    from speedtronic.distributed.diloco import build_master, say_through
+    from speedtronic.distributed.coordinator import build_master, say_through
+    from speedtronic.distributed.stores.connect import connect
     from speedtronic.runtime import build_initial_model, build_logger, import_plugins, refuse_what_is_not_built
 
     refuse_what_is_not_built(config)

@@ -13,33 +13,33 @@ if TYPE_CHECKING:
     from speedtronic.data.build import TrainingData as TrainingData
     from speedtronic.data.build import build_data as build_data
     from speedtronic.data.build import build_dataloader as build_dataloader
-    from speedtronic.data.collate import collate_batch as collate_batch
-    from speedtronic.data.collate import collate_causal as collate_causal
-    from speedtronic.data.datasets import ShardDataset as ShardDataset
-    from speedtronic.data.datasets import SyntheticTokenDataset as SyntheticTokenDataset
-    from speedtronic.data.datasets import TextFileTokenDataset as TextFileTokenDataset
-    from speedtronic.data.datasets import TokenDataset as TokenDataset
-    from speedtronic.data.iterable import StreamLoader as StreamLoader
-    from speedtronic.data.loader import TokenLoader as TokenLoader
+    from speedtronic.data.loading.batch_stream import BatchStream as BatchStream
+    from speedtronic.data.loading.batch_stream import infinite_batches as infinite_batches
+    from speedtronic.data.loading.collate import collate_batch as collate_batch
+    from speedtronic.data.loading.collate import collate_causal as collate_causal
+    from speedtronic.data.loading.datasets import ShardDataset as ShardDataset
+    from speedtronic.data.loading.datasets import SyntheticTokenDataset as SyntheticTokenDataset
+    from speedtronic.data.loading.datasets import TextFileTokenDataset as TextFileTokenDataset
+    from speedtronic.data.loading.datasets import TokenDataset as TokenDataset
+    from speedtronic.data.loading.iterable_loader import StreamLoader as StreamLoader
+    from speedtronic.data.loading.loader import TokenLoader as TokenLoader
     from speedtronic.data.shards import ShardSet as ShardSet
     from speedtronic.data.shards import ShardWriter as ShardWriter
-    from speedtronic.data.stream import BatchStream as BatchStream
-    from speedtronic.data.stream import infinite_batches as infinite_batches
-    from speedtronic.data.tokenizers import CharTokenizer as CharTokenizer
-    from speedtronic.data.tokenizers import CorpusCharTokenizer as CorpusCharTokenizer
-    from speedtronic.data.tokenizers import StreamDecoder as StreamDecoder
-    from speedtronic.data.tokenizers import Tokenizer as Tokenizer
-    from speedtronic.data.tokenizers import tokenizer_from_spec as tokenizer_from_spec
+    from speedtronic.data.tokenizers.base import CharTokenizer as CharTokenizer
+    from speedtronic.data.tokenizers.base import CorpusCharTokenizer as CorpusCharTokenizer
+    from speedtronic.data.tokenizers.base import StreamDecoder as StreamDecoder
+    from speedtronic.data.tokenizers.base import Tokenizer as Tokenizer
+    from speedtronic.data.tokenizers.base import tokenizer_from_spec as tokenizer_from_spec
 
 _EXPORTS = {
     "build": ("TrainingData", "build_data", "build_dataloader"),
-    "collate": ("collate_batch", "collate_causal"),
-    "datasets": ("ShardDataset", "SyntheticTokenDataset", "TextFileTokenDataset", "TokenDataset"),
-    "iterable": ("StreamLoader",),
-    "loader": ("TokenLoader",),
+    "loading.collate": ("collate_batch", "collate_causal"),
+    "loading.datasets": ("ShardDataset", "SyntheticTokenDataset", "TextFileTokenDataset", "TokenDataset"),
+    "loading.iterable_loader": ("StreamLoader",),
+    "loading.loader": ("TokenLoader",),
     "shards": ("ShardSet", "ShardWriter"),
-    "stream": ("BatchStream", "infinite_batches"),
-    "tokenizers": ("CharTokenizer", "CorpusCharTokenizer", "StreamDecoder", "Tokenizer", "tokenizer_from_spec"),
+    "loading.batch_stream": ("BatchStream", "infinite_batches"),
+    "tokenizers.base": ("CharTokenizer", "CorpusCharTokenizer", "StreamDecoder", "Tokenizer", "tokenizer_from_spec"),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from speedtronic.config import DataConfig, SpeedtronicConfig
-from speedtronic.data.bpe import load_tokenizer
-from speedtronic.data.collate import CollateForModel, collate_batch
-from speedtronic.data.datasets import ShardDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
-from speedtronic.data.iterable import StreamLoader
-from speedtronic.data.loader import Collate, TokenLoader
+from speedtronic.data.loading.collate import CollateForModel, collate_batch
+from speedtronic.data.loading.datasets import ShardDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
+from speedtronic.data.loading.iterable_loader import StreamLoader
+from speedtronic.data.loading.loader import Collate, TokenLoader
 from speedtronic.data.text import check_text_file, read_text
-from speedtronic.data.tokenizers import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer, Tokenizer
+from speedtronic.data.tokenizers.base import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer, Tokenizer
+from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.errors import ConfigError, DataError
 
 Loader = TokenLoader | StreamLoader

@@ -35,9 +35,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from speedtronic.data.tokenizers import IdArray, Tokenizer, spec_fingerprint, tokenizer_from_spec
+from speedtronic.data.tokenizers.base import IdArray, Tokenizer, spec_fingerprint, tokenizer_from_spec
+from speedtronic.durable.processes import process_is_alive
 from speedtronic.errors import DataError
-from speedtronic.processes import process_is_alive
 
 FORMAT = "speedtronic-token-shards"
 VERSION = 2

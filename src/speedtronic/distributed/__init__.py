@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers and editors; `_EXPORTS` says the same to the interpreter.
 if TYPE_CHECKING:
-    from speedtronic.distributed.diloco import DumbDiLoCo as DumbDiLoCo
-    from speedtronic.distributed.diloco import DumbDiLoCoCoordinator as DumbDiLoCoCoordinator
+    from speedtronic.distributed.coordinator import DumbDiLoCo as DumbDiLoCo
+    from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator as DumbDiLoCoCoordinator
     from speedtronic.distributed.outer import MasterOuterLoop as MasterOuterLoop
+    from speedtronic.distributed.outer_optimizers import NesterovOuterOptimizer as NesterovOuterOptimizer
     from speedtronic.distributed.stores import open_store as open_store
     from speedtronic.distributed.tensors import average_deltas as average_deltas
     from speedtronic.distributed.tensors import compute_pseudo_gradient as compute_pseudo_gradient
     from speedtronic.distributed.tensors import cpu_state_dict as cpu_state_dict
     from speedtronic.distributed.tensors import load_safetensors as load_safetensors
     from speedtronic.distributed.tensors import save_safetensors as save_safetensors
-    from speedtronic.distributed.update import NesterovOuterOptimizer as NesterovOuterOptimizer
 
 _EXPORTS = {
-    "diloco": ("DumbDiLoCo", "DumbDiLoCoCoordinator"),
+    "coordinator": ("DumbDiLoCo", "DumbDiLoCoCoordinator"),
     "outer": ("MasterOuterLoop",),
     "stores": ("open_store",),
     "tensors": (
@@ -32,7 +32,7 @@ _EXPORTS = {
         "load_safetensors",
         "save_safetensors",
     ),
-    "update": ("NesterovOuterOptimizer",),
+    "outer_optimizers": ("NesterovOuterOptimizer",),
 }
 _MODULE_OF = {name: f"speedtronic.distributed.{module}" for module, names in _EXPORTS.items() for name in names}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from speedtronic.checkpoint.files import FileSystem, ensure_directory, replace_file
-from speedtronic.checkpoint.lock import RunLock
+from speedtronic.durable.files import FileSystem, ensure_directory, replace_file
+from speedtronic.durable.lock import RunLock
 from speedtronic.errors import RunFolderError, RunLockedError
 
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

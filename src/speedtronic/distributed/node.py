@@ -23,9 +23,8 @@ from torch import Tensor
 
 from speedtronic.distributed.codec import Codec
 from speedtronic.distributed.delta import DeltaHeader, pack_delta
-from speedtronic.distributed.effects import Procedure, Say, get, read_file, remove_file, write_file
+from speedtronic.distributed.earlier_sessions import Past, look_back, spooled_delta
 from speedtronic.distributed.ledger import LEDGER, SPOOL, START, Ledger
-from speedtronic.distributed.past import Past, look_back, spooled_delta
 from speedtronic.distributed.protocol import (
     PROTOCOL,
     DeltaId,
@@ -37,6 +36,7 @@ from speedtronic.distributed.protocol import (
     put_own,
     read_manifest,
 )
+from speedtronic.distributed.requests import Procedure, Say, get, read_file, remove_file, write_file
 from speedtronic.distributed.tensors import PackedTensors, Schema, TensorFormatError, Tensors
 from speedtronic.errors import CheckpointError, StoreContentError, StoreError
 

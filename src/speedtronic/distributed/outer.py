@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtronic.distributed.effects import Procedure, Say, T, perform
-from speedtronic.distributed.lanes import Lane
-from speedtronic.distributed.rounds import Master, MasterSettings
+from speedtronic.distributed.master import Master, MasterSettings
+from speedtronic.distributed.outer_optimizers import NesterovOuterOptimizer
+from speedtronic.distributed.requests import Procedure, Say, T, perform
 from speedtronic.distributed.stores.base import Store
 from speedtronic.distributed.tensors import Schema, Tensors, TensorSpec
-from speedtronic.distributed.update import NesterovOuterOptimizer
+from speedtronic.distributed.threads import Lane
 from speedtronic.errors import StoreRefusedError
 
 __all__ = ["MasterOuterLoop", "NesterovOuterOptimizer"]

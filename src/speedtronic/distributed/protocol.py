@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from speedtronic.distributed.effects import Procedure, get, list_after, put
+from speedtronic.distributed.requests import Procedure, get, list_after, put
 from speedtronic.distributed.stores.base import Buffer, Entry
 from speedtronic.errors import StoreContentError
 

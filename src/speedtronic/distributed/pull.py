@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from speedtronic.checkpoint.export import ExportError, check_replaceable_file
-from speedtronic.checkpoint.files import FileSystem, ensure_directory, replace_file
-from speedtronic.distributed.effects import Procedure, get, perform
+from speedtronic.checkpoint.export.files import ExportError, check_replaceable_file
 from speedtronic.distributed.protocol import Manifest, read_manifest
+from speedtronic.distributed.requests import Procedure, get, perform
 from speedtronic.distributed.status import newest_manifest
 from speedtronic.distributed.stores.base import Store
+from speedtronic.durable.files import FileSystem, ensure_directory, replace_file
 from speedtronic.errors import StoreContentError
 
 WEIGHTS = "model.safetensors"

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from speedtronic.distributed.effects import Procedure, perform
 from speedtronic.distributed.protocol import (
     DELTAS,
     DeltaId,
@@ -17,6 +16,7 @@ from speedtronic.distributed.protocol import (
     list_all,
     parse_delta_name,
 )
+from speedtronic.distributed.requests import Procedure, perform
 from speedtronic.distributed.stores.base import Store
 from speedtronic.errors import StoreContentError
 

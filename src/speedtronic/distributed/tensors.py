@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from speedtronic.checkpoint.files import FileSystem, replace_file
-from speedtronic.checkpoint.tensors import (
+from speedtronic.distributed.stores.base import Buffer
+from speedtronic.durable.files import FileSystem, replace_file
+from speedtronic.durable.tensor_file import (
     DTYPE_NAMES,
     RESERVED_NAME,
     bytes_of,
@@ -31,7 +32,6 @@ from speedtronic.checkpoint.tensors import (
     read_header,
     safetensors_header,
 )
-from speedtronic.distributed.stores.base import Buffer
 from speedtronic.errors import CheckpointError, InputError
 
 Tensors = dict[str, Tensor]

@@ -180,7 +180,7 @@ def accumulate(
     return total
 
 
-def gradient_norm(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
     """Return the 2-norm over all gradients, a 0-dim tensor; scale them down to `max_norm` where it is given."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])

@@ -25,10 +25,10 @@ from speedtronic.errors import CheckpointError, ConfigError, NonFiniteError, Sca
 from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, make_grad_scaler, resolve_device, resolve_precision
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
-from speedtronic.trainer.averaging import WeightAverage
-from speedtronic.trainer.compiled import CompiledModel, is_out_of_memory
-from speedtronic.trainer.guard import NonFiniteGuard
+from speedtronic.trainer.compile import CompiledModel, is_out_of_memory
+from speedtronic.trainer.ema import WeightAverage
 from speedtronic.trainer.loss import LossFunction, align_labels
+from speedtronic.trainer.nonfinite import NonFiniteGuard
 from speedtronic.trainer.readback import Numbers, Readback, Update
 from speedtronic.trainer.reporting import Counters, StepReporter
 from speedtronic.trainer.result import TrainResult
@@ -38,8 +38,8 @@ from speedtronic.trainer.step import (
     Forward,
     accumulate,
     batch_size_and_tokens,
+    clip_gradients,
     equal_parts,
-    gradient_norm,
     move_batch,
     token_parts,
 )
@@ -380,7 +380,7 @@ class Trainer:
     _batch_size_and_tokens = staticmethod(batch_size_and_tokens)
 
     def _guarded_update(self, fit: _Fit, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
-        norm = gradient_norm(self._parameters(), self.config.optimizer.grad_clip)
+        norm = clip_gradients(self._parameters(), self.config.optimizer.grad_clip)
         bad = fit.guard.inspect(loss, norm)
         fit.guard.step(bad)
         if fit.guard.refused and self.config.run.on_nonfinite == "stop":
@@ -392,7 +392,7 @@ class Trainer:
     def _scaled_update(self, fit: _Fit, loss: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Update through the gradient scaler, which skips an update whose scaled gradients overflowed."""
         fit.scaler.unscale_(self.optimizer)
-        norm = gradient_norm(self._parameters(), self.config.optimizer.grad_clip)
+        norm = clip_gradients(self._parameters(), self.config.optimizer.grad_clip)
         fit.scaler.step(self.optimizer)
         fit.scaler.update()
         before, fit.scale = fit.scale, fit.scaler.get_scale()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
 
-from speedtronic.distributed.effects import Get
+from speedtronic.distributed.requests import Get
 from speedtronic.distributed.stores.base import Entry, Listing
 
 

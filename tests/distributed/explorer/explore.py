@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from speedtronic.distributed.ledger import SPOOL
-from speedtronic.distributed.rounds import MasterSettings
+from speedtronic.distributed.master import MasterSettings
 from tests.distributed.explorer.machines import MasterMachine, NodeMachine
 from tests.distributed.explorer.schedule import Faults, Pause, Process, Stage, Task
 from tests.distributed.explorer.truth import SLOTS, Rule, ScheduleError, Truth

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from speedtronic.distributed.codec import make_codec
+from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.node import Install, Node
 from speedtronic.distributed.protocol import DeltaId
-from speedtronic.distributed.rounds import Master, MasterSettings
 from speedtronic.distributed.tensors import Schema, Tensors, rebase_, snapshot
 from tests.distributed.explorer.schedule import PAUSE, Process, Stage, Task, Work
 from tests.distributed.explorer.truth import LATEST, MEAN, SLOTS, ScheduleError, Span, Truth

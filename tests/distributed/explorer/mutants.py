@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from speedtronic.distributed import node, protocol, rounds
-from speedtronic.distributed.effects import Procedure, delete, get, list_after, put
+from speedtronic.distributed import master, node, protocol
+from speedtronic.distributed.earlier_sessions import Past
 from speedtronic.distributed.ledger import START
+from speedtronic.distributed.master import Master
 from speedtronic.distributed.node import Node
-from speedtronic.distributed.past import Past
 from speedtronic.distributed.protocol import Manifest, Mark, head_name
-from speedtronic.distributed.rounds import Master
+from speedtronic.distributed.requests import Procedure, delete, get, list_after, put
 from tests.distributed.explorer.explore import Exploration
 from tests.distributed.explorer.machines import NodeMachine
 
@@ -30,7 +30,7 @@ class Mutant:
 
 def _marks_outside(patch: pytest.MonkeyPatch) -> None:
     """Marks in an object of their own, written after the manifest."""
-    to_bytes, read, commit = Manifest.to_bytes, protocol.read_manifest, rounds.commit
+    to_bytes, read, commit = Manifest.to_bytes, protocol.read_manifest, master.commit
 
     def without_marks(self: Manifest) -> bytes:
         return to_bytes(self.model_copy(update={"marks": {}}))
@@ -51,9 +51,9 @@ def _marks_outside(patch: pytest.MonkeyPatch) -> None:
         return won
 
     patch.setattr(Manifest, "to_bytes", without_marks)
-    for module in (protocol, rounds, node):
+    for module in (protocol, master, node):
         patch.setattr(module, "read_manifest", read_both)
-    patch.setattr(rounds, "commit", commit_both)
+    patch.setattr(master, "commit", commit_both)
     _prepare(patch, _look_at_consequences)
 
 
@@ -69,7 +69,7 @@ def _no_reread(patch: pytest.MonkeyPatch) -> None:
         yield from put(head_name(manifest.version), manifest.to_bytes())
         return True
 
-    patch.setattr(rounds, "commit", commit)
+    patch.setattr(master, "commit", commit)
 
 
 def _no_session(patch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def _delete_before_commit(patch: pytest.MonkeyPatch) -> None:
 
 def _manifests_pruned(patch: pytest.MonkeyPatch) -> None:
     """Manifests that go with the weights that they name; all but the first, by which nodes know the store."""
-    prune = rounds.prune
+    prune = master.prune
 
     def prune_all(head: Manifest, kept: set[str]) -> Procedure[None]:
         yield from prune(head, kept)
@@ -99,7 +99,7 @@ def _manifests_pruned(patch: pytest.MonkeyPatch) -> None:
             if head_name(0) < entry.name < head_name(head.version):
                 yield from delete(entry.name)
 
-    patch.setattr(rounds, "prune", prune_all)
+    patch.setattr(master, "prune", prune_all)
     _prepare(patch, _look_at_consequences)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from speedtronic.distributed.effects import (
+from speedtronic.distributed.requests import (
     Delete,
     Effect,
     Get,

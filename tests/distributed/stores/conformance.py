@@ -9,8 +9,8 @@ import pytest
 
 from speedtronic.distributed.stores import RetryingStore, Store, base, prove_exclusive, s3
 from speedtronic.distributed.stores.base import PAGE
-from speedtronic.distributed.stores.counting import CountingStore
-from speedtronic.distributed.stores.faulty import Faults, FaultyStore
+from tests.support.counting_store import CountingStore
+from tests.support.faulty_store import Faults, FaultyStore
 
 WRONG_NAMES = (
     *(

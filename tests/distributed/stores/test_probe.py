@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from speedtronic.distributed.stores import MemoryStore, RetryingStore, prove_exclusive
-from speedtronic.distributed.stores.faulty import Faults, FaultyStore
 from speedtronic.errors import StoreRefusedError, StoreUnavailableError
+from tests.support.faulty_store import Faults, FaultyStore
 
 
 class Overwriting(MemoryStore):

@@ -16,7 +16,7 @@ from speedtronic.distributed.stores.base import (
     first_page,
     is_name,
 )
-from speedtronic.distributed.stores.bounded import BoundedCalls
+from speedtronic.distributed.stores.timeouts import BoundedCalls
 from speedtronic.errors import StoreError, StoreRefusedError, StoreUnavailableError
 
 _CAN_PASS = {408, 425, 429, *range(500, 600)}  # statuses of HTTP

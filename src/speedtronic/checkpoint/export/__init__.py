@@ -1,0 +1,1 @@
+"""A checkpoint for other programs: plain safetensors, or a Hugging Face folder."""

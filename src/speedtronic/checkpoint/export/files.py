@@ -1,0 +1,427 @@
+"""A checkpoint's weights for other programs: a plain safetensors file, or a Hugging Face folder of a Llama.
+
+Where the run kept an average of the weights (`optimizer.ema`), the average is exported, as it was evaluated.
+
+What is exported is written beside its place, flushed to the disk and renamed, so that it is there in full or not at
+all. One tensor at a time goes from the checkpoint to the copy, so that memory never holds more than a few of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtronic.checkpoint.export.llama import MODEL_NAMES, llama_config, to_llama
+from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, Manifest, read_manifest
+from speedtronic.checkpoint.snapshot import check_files, stored_average
+from speedtronic.checkpoint.tree import decode
+from speedtronic.config import ModelConfig
+from speedtronic.durable.files import FileSystem, ensure_directory, fill, read_small, reading, write_file
+from speedtronic.durable.tensor_file import (
+    StoredTensor,
+    TensorHeader,
+    TensorPlace,
+    bytes_of,
+    file_order,
+    read_header,
+    read_tensor,
+    safetensors_header,
+)
+from speedtronic.errors import CheckpointError, ConfigError, SpeedtronicError
+
+WEIGHTS = "model.safetensors"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_FOLDER_FILES = frozenset({WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG})
+
+
+class ExportError(SpeedtronicError):
+    """The export could not be written: the disk is full, failed, or is not ours to write to."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model in a checkpoint whose every byte was compared with its manifest.
+
+    Attributes:
+        path: the checkpoint's folder.
+        step: the global step.
+        header: of its file of weights, by the model's own names, tied ones once.
+        config: the configuration in it, secrets hidden; None when it has none.
+        tokenizer: the `spec` of the run's tokenizer; None when it was trained on bare ids.
+        average: where the averaged weights are, by the same names; empty where the run kept no average.
+    """
+
+    path: Path
+    step: int
+    header: TensorHeader
+    config: Mapping[str, Any] | None
+    tokenizer: Mapping[str, Any] | None
+    average: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """What is exported, tied tensors once: the averaged weights, and what has no average as it is."""
+        own = self.header.stored(self.path / MODEL_TENSORS)
+        return {name: self.average.get(name, tensor) for name, tensor in own.items()}
+
+
+class HuggingFaceTokenizer(NamedTuple):
+    """What a Hugging Face folder says of a tokenizer.
+
+    Attributes:
+        json: the text of a `tokenizer.json`, or None when the tokenizer has no such form.
+        separator_id: the token that ends a document.
+    """
+
+    json: str | None
+    separator_id: int
+
+
+def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: FileSystem | None = None) -> SavedModel:
+    """Verify a checkpoint and read what there is to know of its model, but not the weights yet.
+
+    Args:
+        checkpoint: its folder, by whatever name.
+        verify: False for one whose every byte was compared a moment ago.
+
+    Raises:
+        CheckpointError: it is damaged, or its model has something that is not a plain tensor, or its average is of
+            another model.
+    """
+    fs, path = fs or FileSystem(), Path(checkpoint)
+    with reading(path):
+        manifest = read_manifest(fs, path)
+        if verify:
+            check_files(fs, path, manifest)
+        trees = _trees(fs, path, manifest)
+        with fs.open(path / MODEL_TENSORS) as file:
+            header = read_header(partial(fill, file), manifest.files[MODEL_TENSORS].size)
+        _check_plain(trees.get("model"), header)
+        average = stored_average(fs, path, trees)
+        _check_average(average, header)
+        state = trees.get("state", {})
+        config, tokenizer = (decode(state.get(part), {}) for part in ("config", "tokenizer"))
+    return SavedModel(path, manifest.step, header, config, tokenizer, average)
+
+
+def export_safetensors(
+    model: SavedModel,
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    replace: bool = False,
+    fs: FileSystem | None = None,
+) -> Path:
+    """Write a plain safetensors file: the model's own names, each tied tensor once.
+
+    `safetensors.torch.load_model` loads it: its metadata gives the names that tied tensors have besides.
+
+    Args:
+        target: the file, when it ends in `.safetensors`; else a folder, in which it will be `model.safetensors`.
+        dtype: of the floating-point tensors; None leaves each as the model has it.
+        replace: whether a file that is there is replaced.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: there is something already, or a value is too large for `dtype`.
+        ExportError: it could not be written; nothing half-written is left.
+    """
+    fs, path = fs or FileSystem(), Path(target).resolve()
+    file = path if path.suffix == ".safetensors" else path / WEIGHTS
+    metadata = {"format": "pt", "step": str(model.step), **model.header.metadata}
+    names = {place.name: place.name for place in model.header.places}
+    with _writing(file):
+        check_replaceable_file(file, replace)
+    with _writing(file), _beside(fs, file) as temporary:
+        write_file(fs, temporary, _stream(fs, model, names, metadata, dtype))
+        fs.rename(temporary, file)
+        fs.sync_directory(file.parent)
+    return file
+
+
+def export_llama(
+    model: SavedModel,
+    target: str | os.PathLike[str],
+    *,
+    norm_eps: float,
+    tokenizer: HuggingFaceTokenizer | None,
+    dtype: torch.dtype | None = None,
+    replace: bool = False,
+    fs: FileSystem | None = None,
+) -> Path:
+    """Write a Hugging Face folder of the reference transformer, which `transformers` loads as a Llama.
+
+    Args:
+        target: the folder. One that is there must be empty, or with `replace` hold a former export alone.
+        norm_eps: what the model adds to the mean square in every RMSNorm.
+        tokenizer: the run's; None when there is none.
+        dtype: of the weights; None leaves them as the model has them.
+        replace: whether a former export is replaced.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the model is not the reference transformer, the folder cannot be replaced, or a value is too
+            large for `dtype`.
+        ExportError: it could not be written; nothing half-written is left.
+    """
+    fs, folder = fs or FileSystem(), Path(target).resolve()
+    with _writing(folder):
+        _check_replaceable_folder(folder, replace)
+    files = _llama_files(fs, model, norm_eps, tokenizer, dtype)
+    with _writing(folder), _beside(fs, folder) as temporary:
+        fs.make_directory(temporary)
+        for name, chunks in files.items():
+            write_file(fs, temporary / name, chunks)
+        fs.sync_directory(temporary)
+        _place(fs, temporary, folder)
+    return folder
+
+
+# ---------------------------------------------------------------------- what is in the checkpoint
+
+
+def _trees(fs: FileSystem, path: Path, manifest: Manifest) -> dict[str, Any]:
+    try:
+        trees = json.loads(read_small(fs, path / STATE_TREE, manifest.files[STATE_TREE].size))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{STATE_TREE} is malformed: {error}") from error
+    if not isinstance(trees, dict) or not all(isinstance(tree, dict) for tree in trees.values()):
+        raise CheckpointError(f"{STATE_TREE} does not hold a state")
+    return trees
+
+
+def _check_plain(tree: Mapping[str, Any] | None, header: TensorHeader) -> None:
+    """Raise CheckpointError unless the model's state is a tensor for each name, and nothing else."""
+    if tree is None:
+        raise CheckpointError("there is no model in it")
+    names = {place.name for place in header.places}
+    odd = [
+        name
+        for name, value in tree.items()
+        if value != {"$tensor": name if name in names else header.metadata.get(name)}
+    ]
+    if odd:
+        raise CheckpointError(
+            f"the model's state has more than real tensors under names of their own ({', '.join(odd[:5])}), which a "
+            f"plain file cannot hold; {MODEL_TENSORS} in the checkpoint holds the tensors alone"
+        )
+
+
+def _check_average(average: Mapping[str, StoredTensor], header: TensorHeader) -> None:
+    shapes = {place.name: place.shape for place in header.places}
+    strange = [
+        name
+        for name, stored in average.items()
+        if shapes.get(header.metadata.get(name, name)) != stored.place.shape or not stored.place.dtype.is_floating_point
+    ]
+    if strange:
+        raise CheckpointError(f"the averaged weights (optimizer.ema) are not those of its model: {strange[0]!r}")
+
+
+# ---------------------------------------------------------------------- a Llama
+
+
+def _llama_files(
+    fs: FileSystem,
+    model: SavedModel,
+    norm_eps: float,
+    tokenizer: HuggingFaceTokenizer | None,
+    dtype: torch.dtype | None,
+) -> dict[str, Iterable[bytes | memoryview]]:
+    section = _reference_section(model)
+    places = model.header.places
+    with reading(model.path):
+        config = llama_config(
+            section,
+            {place.name: place.shape for place in places},
+            norm_eps=norm_eps,
+            token_id=tokenizer and tokenizer.separator_id,
+            dtype=_one_dtype(places, dtype),
+        )
+    token_ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    files: dict[str, Iterable[bytes | memoryview]] = {
+        WEIGHTS: _stream(fs, model, to_llama(place.name for place in places), {"format": "pt"}, dtype),
+        CONFIG: [_json(config)],
+        GENERATION_CONFIG: [_json({"_from_model_config": True, **token_ids})],
+    }
+    if tokenizer is not None and tokenizer.json is not None:
+        files[TOKENIZER] = [tokenizer.json.encode()]
+        files[TOKENIZER_CONFIG] = [_json(_tokenizer_config(tokenizer.json, tokenizer.separator_id, section))]
+    return files
+
+
+def _reference_section(model: SavedModel) -> ModelConfig:
+    given = (model.config or {}).get("model")
+    if not isinstance(given, dict) or given.get("name") not in MODEL_NAMES:
+        kind = f"the model {given.get('name')!r}" if isinstance(given, dict) else "a model without a configuration"
+        raise CheckpointError(
+            f"{model.path}: only the reference transformer has a Hugging Face form, and this is {kind}; "
+            "export it with --format safetensors"
+        )
+    try:
+        return ModelConfig(**given)
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"{model.path}: its configuration cannot be used: {error}") from error
+
+
+def _one_dtype(places: Iterable[TensorPlace], dtype: torch.dtype | None) -> str:
+    """The dtype of all weights, without `torch.` before it."""
+    kinds = {_target_dtype(place, dtype) for place in places}
+    if len(kinds) > 1:
+        raise CheckpointError("its weights are of several dtypes, and a Llama's are of one; choose it with --dtype")
+    return str(kinds.pop()).removeprefix("torch.")
+
+
+def _tokenizer_config(text: str, separator_id: int, model: ModelConfig) -> dict[str, Any]:
+    """The contents of `tokenizer_config.json`: take `tokenizer.json` as it is, not the tokenizer of a Llama."""
+    tokens = {token["id"]: token["content"] for token in json.loads(text)["added_tokens"]}
+    separator = tokens[separator_id]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": separator,
+        "eos_token": separator,
+        "model_max_length": model.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, indent=2, allow_nan=False).encode("ascii") + b"\n"
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def _stream(
+    fs: FileSystem,
+    model: SavedModel,
+    names: Mapping[str, str],
+    metadata: Mapping[str, str],
+    dtype: torch.dtype | None,
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file with these of the model's tensors, under new names."""
+    tensors = model.tensors()
+    places = {names[place.name]: place for place in model.header.places}
+    outlines = {
+        name: torch.empty(place.shape, dtype=_target_dtype(place, dtype), device="meta")
+        for name, place in places.items()
+    }
+    yield safetensors_header(outlines, metadata)
+    with reading(model.path), ExitStack() as stack:
+        files = {path: stack.enter_context(fs.open(path)) for path in sorted({s.file for s in tensors.values()})}
+        for name in file_order(outlines):
+            own_name = places[name].name
+            stored = tensors[own_name]
+            file = files[stored.file]
+            file.seek(stored.begin)
+            tensor = read_tensor(partial(fill, file), stored.place)
+            yield bytes_of(_converted(tensor, own_name, outlines[name].dtype))
+
+
+def _target_dtype(place: TensorPlace, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
+
+
+def _converted(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    converted = tensor.to(dtype)
+    infinite = converted.isinf()
+    if infinite.any() and bool((infinite & ~tensor.isinf()).any()):
+        raise CheckpointError(f"{name} has values that are too large for {dtype}; choose bfloat16 or float32")
+    return converted
+
+
+# ---------------------------------------------------------------------- in place, or not at all
+
+
+def _check_outside_checkpoints(target: Path) -> None:
+    """Raise CheckpointError where a checkpoint, this one or another, would be written to."""
+    for folder in (target, *target.parents):
+        if (folder / MANIFEST).is_file() and (folder / STATE_TREE).is_file():
+            raise CheckpointError(f"{target} is inside the checkpoint {folder.name}; name another place")
+
+
+def check_replaceable_file(file: Path, replace: bool) -> None:
+    """Raise CheckpointError unless nothing of worth is lost with what is there."""
+    _check_outside_checkpoints(file)
+    if file.is_dir():
+        raise CheckpointError(f"{file} is a folder; name a file")
+    if file.exists() and not replace:
+        raise CheckpointError(f"{file} is there already; --force replaces it")
+
+
+def _check_replaceable_folder(folder: Path, replace: bool) -> None:
+    """Raise CheckpointError unless nothing of worth is lost with what is there."""
+    _check_outside_checkpoints(folder)
+    if folder.suffix == ".safetensors":
+        raise CheckpointError(f"{folder} is named as a file is; name a folder")
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; name a folder")
+    there = sorted(path.name for path in folder.iterdir())
+    foreign = [name for name in there if name not in _FOLDER_FILES]
+    if foreign:
+        raise CheckpointError(f"{folder} holds {foreign[0]!r}, which is of no export; name another folder")
+    if there and not replace:
+        raise CheckpointError(f"{folder} holds an export already; --force replaces it")
+
+
+@contextmanager
+def _beside(fs: FileSystem, target: Path) -> Iterator[Path]:
+    """A path beside the target, where nothing is left unless the block gives it another name."""
+    ensure_directory(fs, target.parent)
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    _remove(fs, temporary)
+    try:
+        yield temporary
+    except BaseException:  # an interrupt too leaves nothing half-written; it is raised on
+        with suppress(OSError):
+            _remove(fs, temporary)
+        raise
+
+
+def _place(fs: FileSystem, temporary: Path, folder: Path) -> None:
+    """Give a finished folder its name. What had it goes only then, and comes back should that fail."""
+    former = folder.with_name(f".tmp-removed-{folder.name}-{os.getpid()}")
+    _remove(fs, former)
+    replaces = folder.exists()
+    if replaces:
+        fs.rename(folder, former)
+    try:
+        fs.rename(temporary, folder)
+        fs.sync_directory(folder.parent)
+    except BaseException:  # an interrupt too; it is raised on
+        if not temporary.exists():
+            fs.rename(folder, temporary)
+        if replaces:
+            fs.rename(former, folder)
+        raise
+    _remove(fs, former)
+
+
+def _remove(fs: FileSystem, path: Path) -> None:
+    if path.is_dir():
+        fs.remove_tree(path)
+    elif path.exists():
+        fs.remove_file(path)
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ExportError(f"{target}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,107 @@
+"""A safetensors file in memory: tensors are copied to where the file has them, and later written in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedtronic.durable.tensor_file import file_order, safetensors_header
+from speedtronic.errors import CheckpointError
+
+# Bytes. A power of two, as which pinned memory is allocated: larger blocks would waste more of it.
+_BLOCK = 2**28
+
+
+class _Slot(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class StagingBuffer:
+    """Memory for the copies of tensors, which is used again by the next `fill` with tensors of the same form.
+
+    It takes as much memory as the tensors do, until `release` or the end of the object; where one of them is on a CUDA
+    device, pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[_Slot] = []
+        self._pinned = False
+        self._blocks: list[Tensor] = []
+        self._places: dict[str, Tensor] = {}
+        self._metadata: dict[str, str] = {}
+        self._header: bytes | None = None
+
+    def fill(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Copy all tensors, from whatever device; they may change as soon as this returns.
+
+        Args:
+            tensors, metadata: as for `tensor_chunks`.
+
+        Raises:
+            CheckpointError: there is not enough memory.
+        """
+        slots = [_Slot(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        pinned = any(tensor.is_cuda for tensor in tensors.values())
+        if (slots, pinned) != (self._slots, self._pinned):
+            self._arrange(slots, tensors, pinned)
+        if metadata != self._metadata:
+            self._metadata, self._header = dict(metadata), None
+        for name, tensor in tensors.items():
+            self._places[name].copy_(tensor, non_blocking=tensor.is_cuda)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """The bytes of the file."""
+        if self._header is None:
+            self._header = safetensors_header(self._places, self._metadata)
+        yield self._header
+        for block in self._blocks:
+            yield block.numpy().data
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._slots, self._blocks, self._places, self._header = [], [], {}, None
+
+    def _arrange(self, slots: list[_Slot], tensors: Mapping[str, Tensor], pinned: bool) -> None:
+        self.release()
+        blocks: list[Tensor] = []
+        places: dict[str, Tensor] = {}
+        for names in _in_blocks(tensors):
+            block = _allocate(sum(tensors[name].nbytes for name in names), pinned)
+            begin = 0
+            for name in names:
+                tensor, end = tensors[name], begin + tensors[name].nbytes
+                places[name] = block[begin:end].view(tensor.dtype).view(tensor.shape)
+                begin = end
+            blocks.append(block)
+        self._slots, self._pinned, self._blocks, self._places = slots, pinned, blocks, places
+
+
+def _in_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The names in the order of the file, in groups of at most `_BLOCK` bytes, or of a single larger tensor."""
+    names: list[str] = []
+    size = 0
+    for name in file_order(tensors):
+        if names and size + tensors[name].nbytes > _BLOCK:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensors[name].nbytes
+    if names:
+        yield names
+
+
+def _allocate(size: int, pinned: bool) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"there is no memory for a copy of the state ({size} bytes more); checkpoint.background: false saves "
+            f"without one: {error}"
+        ) from error

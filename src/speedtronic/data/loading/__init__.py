@@ -1,0 +1,1 @@
+"""From datasets and shards to batches whose position can be saved."""

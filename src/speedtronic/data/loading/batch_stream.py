@@ -1,0 +1,249 @@
+"""Endless batches over any loader, with a position that can be saved and restored exactly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from speedtronic.data.loading.workers import ends_of_workers
+from speedtronic.errors import DataError
+
+_END = object()
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """A loader that knows its own position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last delivered batch."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next `iter` continue at a saved position."""
+
+
+@runtime_checkable
+class SeekingLoader(StatefulLoader, Protocol):
+    """One that can also pass over batches without reading them."""
+
+    def skip_batches(self, batches: int) -> None:
+        """Move the position on by `batches`, over the ends of epochs too; the next `iter` continues there."""
+
+
+def infinite_batches(loader: Iterable[Any]) -> Iterator[Any]:
+    """Batches of `loader`, pass after pass. Raises DataError when a whole pass yields nothing."""
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise _empty_pass(loader)
+
+
+def _empty_pass(loader: Iterable[Any]) -> DataError:
+    if isinstance(loader, Iterator):
+        return DataError(
+            f"the data loader yielded no batch: it is an iterator ({type(loader).__name__}), which can be read only "
+            f"once; give an object whose __iter__ begins anew, or train for fewer steps"
+        )
+    return DataError(
+        "a whole pass over the data loader yielded no batch: the data is empty or smaller than a batch, or its "
+        "__iter__ does not begin anew"
+    )
+
+
+def _own_generators(loader: Any) -> list[torch.Generator]:
+    """The generators that a `DataLoader` or its samplers were given, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    given = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(found): found for found in given if isinstance(found, torch.Generator)}.values())
+
+
+class BatchStream:
+    """What a training loop draws its batches from: endless, and resumable at any batch.
+
+    A loader with `state_dict` and `load_state_dict` keeps its own position. For any other the stream counts
+    batches and remembers the random number generators as they were when the epoch began, the global ones and
+    those that a `DataLoader` or its samplers were given; to resume, it begins the epoch anew with them and
+    drops the batches that were already used.
+
+    The order of the batches is so continued exactly, and what this process draws. What the workers of a foreign
+    loader draw is continued only where it depends on the epoch's beginning alone: not with `persistent_workers`
+    after the first epoch, nor in the epoch in which a loader went on at a position of its own.
+
+    Args:
+        loader: any iterable of batches.
+        capture_rng: the state of all global random number generators, as a tree that a checkpoint can hold.
+        restore_rng: puts such a state back.
+        warn: told when an epoch has to be read again.
+
+    Raises:
+        DataError: `loader` cannot be iterated.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        capture_rng: Callable[[], dict[str, Any]],
+        restore_rng: Callable[[dict[str, Any]], None],
+        warn: Callable[[str], None] = _log.warning,
+    ) -> None:
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise DataError(
+                f"the data loader must be an iterable of batches, not {type(loader).__name__}; of a function that "
+                f"yields batches, give an object whose __iter__ calls it"
+            )
+        self._loader = loader
+        self._capture_rng = capture_rng
+        self._restore_rng = restore_rng
+        self._warn = warn
+        self._batches: Iterator[Any] | None = None
+        self._rng_at_start: dict[str, Any] | None = None
+        self._own_at_start: list[Tensor] = []
+        self._epoch = 0
+        self._delivered = 0
+        self._resumed: dict[str, Any] | None = None  # the state of the loader at which the present pass began
+
+    def __iter__(self) -> BatchStream:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch. Raises DataError when a whole pass over the loader yields nothing."""
+        while True:
+            with self._waiting():
+                if self._batches is None:
+                    self._batches = self._begin_pass()
+                batch = next(self._batches, _END)
+            if batch is not _END:
+                self._delivered += 1
+                return batch
+            self._end_pass()
+
+    def skip(self, batches: int) -> None:
+        """Go on after the next `batches` batches; one that cannot seek has to read them."""
+        if isinstance(self._loader, SeekingLoader):
+            self._batches = None
+            self._resumed = None
+            self._loader.skip_batches(batches)
+            return
+        self._warn(f"the data loader cannot seek: reading {batches} batches to go on behind them")
+        for _ in range(batches):
+            next(self)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        # Our own loaders see to it themselves, and say more.
+        return ends_of_workers.heard() if isinstance(self._loader, DataLoader) else nullcontext()
+
+    def _begin_pass(self) -> Iterator[Any]:
+        if self._resumed is not None:
+            return self._continued_pass()
+        if not isinstance(self._loader, StatefulLoader):
+            self._rng_at_start = self._capture_rng()
+            self._own_at_start = self._own_states()
+        return iter(self._loader)
+
+    def _continued_pass(self) -> Iterator[Any]:
+        # On its way to its position a loader may draw once more what it drew before the position was saved.
+        now = self._capture_rng()
+        batches = iter(self._loader)
+        self._restore_rng(now)
+        self._restore_own()
+        return batches
+
+    def _end_pass(self) -> None:
+        # A loader that was restored at the very end of its epoch rightly has nothing more to give in it.
+        if not self._delivered and self._resumed is None:
+            raise _empty_pass(self._loader)
+        self._batches = None
+        self._epoch += 1
+        self._delivered = 0
+        self._resumed = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch that `next` returned."""
+        if isinstance(self._loader, StatefulLoader):
+            if self._resumed is not None and self._batches is None:
+                return self._resumed
+            return {"loader": self._loader.state_dict(), "generators": self._own_states()}
+        return {
+            "epoch": self._epoch,
+            "batches": self._delivered,
+            "rng": self._rng_at_start,
+            "generators": self._own_states() if self._batches is None else self._own_at_start,
+        }
+
+    def _own_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in _own_generators(self._loader)]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was called.
+
+        The global generators are left as they are; those of the loader itself come to where they were.
+
+        Raises:
+            DataError: the state is that of another kind of loader, or the loader has become shorter.
+        """
+        if isinstance(self._loader, StatefulLoader) != ("loader" in state):
+            raise DataError(
+                "the checkpoint's data position was saved for another kind of loader (one with a state of "
+                "its own against one without); use the same kind again"
+            )
+        self._batches = None
+        self._delivered = 0
+        self._own_at_start = list(state.get("generators", ()))
+        if isinstance(self._loader, StatefulLoader):
+            self._restore_own()
+            self._loader.load_state_dict(state["loader"])
+            self._resumed = dict(state)
+            return
+        self._epoch = int(state["epoch"])
+        self._rng_at_start = state["rng"]
+        if state["batches"]:
+            self._replay(int(state["batches"]))
+        else:
+            self._restore_own()
+
+    def _restore_own(self) -> None:
+        generators = _own_generators(self._loader)
+        if len(generators) != len(self._own_at_start):
+            raise DataError(
+                f"the data loader has {len(generators)} random generators of its own, but that of the checkpoint "
+                f"had {len(self._own_at_start)}: the order of its batches cannot be continued; make the loader as "
+                f"it was made then"
+            )
+        for generator, state in zip(generators, self._own_at_start, strict=True):
+            generator.set_state(state)
+
+    def _replay(self, batches: int) -> None:
+        self._warn(
+            f"the data loader keeps no position of its own: reading the first {batches} batches of epoch "
+            f"{self._epoch} again to continue after them"
+        )
+        now = self._capture_rng()
+        assert self._rng_at_start is not None
+        try:
+            if self._epoch and getattr(self._loader, "persistent_workers", False):
+                # Such a loader draws its workers' seed in the first epoch alone: let it do so before the replay.
+                iter(self._loader)
+            self._restore_rng(self._rng_at_start)
+            self._restore_own()
+            self._batches = iter(self._loader)
+            for number in range(batches):
+                if next(self._batches, _END) is _END:
+                    raise DataError(
+                        f"the data loader ends after {number} batches, but the checkpoint was made after "
+                        f"{batches} of the same epoch: the data has changed"
+                    )
+        finally:
+            self._restore_rng(now)
+        self._delivered = batches

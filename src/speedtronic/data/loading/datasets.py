@@ -1,0 +1,284 @@
+"""Map-style datasets of token blocks.
+
+Every dataset here gives samples of one shape: `block_size` input ids and as many labels, where label t is the
+token that follows input t. Sample i of a token sequence covers tokens i·T … i·T + T, both included:
+neighbouring blocks share one token, so that every token of the text but the first is a target once. A tail
+that is shorter than a block is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from speedtronic.data.prepare.token_cache import encode_once
+from speedtronic.data.shards import ShardSet
+from speedtronic.data.text import ByteText, check_text_file, read_text
+from speedtronic.data.tokenizers.base import CharTokenizer, IdArray, Tokenizer, encode_pieces
+from speedtronic.errors import DataError
+
+Indices = Sequence[int] | npt.NDArray[np.int64]
+
+
+class TokenDataset(Dataset[dict[str, Tensor]], ABC):
+    """Samples `{"input_ids": (T,), "labels": (T,)}` int64, which are functions of their index alone."""
+
+    block_size: int
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """The T + 1 consecutive tokens of each sample, (B, T + 1); the indices are in [0, len)."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A checksum of what the samples contain, equal wherever the same data lies."""
+
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        """`input_ids` and `labels` (B, T) int64 of several samples at once."""
+        rows = self.rows(indices)
+        return {
+            "input_ids": torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
+            "labels": torch.from_numpy(np.ascontiguousarray(rows[:, 1:])),
+        }
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        batch = self.batch([range(len(self))[index]])
+        return {name: values[0] for name, values in batch.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """All samples; in a worker of a DataLoader, that worker's own share of them."""
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return (self[index] for index in range(first, len(self), step))
+
+    def part(self, start: int, stop: int) -> TokenDataset:
+        """The samples start … stop − 1 as a dataset of their own."""
+        return _Part(self, range(start, stop))
+
+
+class _Part(TokenDataset):
+    def __init__(self, whole: TokenDataset, samples: range) -> None:
+        self.block_size = whole.block_size
+        self._whole = whole
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
+        return self._whole.rows(self._in_whole(indices))
+
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        return self._whole.batch(self._in_whole(indices))
+
+    def _in_whole(self, indices: Indices) -> npt.NDArray[np.int64]:
+        return np.asarray(indices, np.int64) + self._samples.start
+
+    @property
+    def fingerprint(self) -> str:
+        return _checksum(self._whole.fingerprint, self._samples.start, self._samples.stop)
+
+
+def _checksum(*parts: object) -> str:
+    return hashlib.sha256(":".join(map(str, parts)).encode()).hexdigest()
+
+
+class SyntheticTokenDataset(TokenDataset):
+    """Noisy arithmetic progressions modulo the vocabulary: endless, needs no file, and a model can learn it.
+
+    Sample i starts at a random token and adds a stride of 1 to 4; one token in ten is replaced by a random
+    one. It is a function of (seed, i): the numbers are raw outputs of the counter-based generator
+    Philox4x64-10 (Salmon et al. 2011) with the seed as its key and the index in its counter.
+
+    Args:
+        num_samples: number of samples.
+        block_size: T, tokens per sample.
+        vocab_size: V; tokens are in [0, V).
+        seed: any integer; taken modulo 2⁶⁴.
+
+    Raises:
+        DataError: for a size below 1.
+    """
+
+    _STRIDES = 4
+    _NOISE = 0.1
+
+    def __init__(self, num_samples: int, block_size: int, vocab_size: int, seed: int) -> None:
+        for name, size in (
+            ("num_samples", num_samples),
+            ("block_size", block_size),
+            ("vocab_size", vocab_size),
+        ):
+            if size < 1:
+                raise DataError(f"synthetic data: {name} must be at least 1, not {size}")
+        self.num_samples = num_samples
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self._generator = np.random.Philox(key=np.array([seed % 2**64, 0], np.uint64))
+        self._state = self._generator.state
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
+        width = self.block_size + 1
+        raw = np.stack([self._raw(int(index), 2 + 2 * width) for index in indices])
+        start, stride = raw[:, :1] % self.vocab_size, 1 + raw[:, 1:2] % self._STRIDES
+        noise, chance = raw[:, 2 : 2 + width], raw[:, 2 + width :]
+        tokens = (start + stride * np.arange(width, dtype=np.uint64)) % self.vocab_size
+        replaced = chance < np.uint64(self._NOISE * 2**64)
+        return np.where(replaced, noise % self.vocab_size, tokens).astype(np.int64)
+
+    def _raw(self, index: int, count: int) -> npt.NDArray[np.uint64]:
+        # Setting the counter costs a tenth of building a generator.
+        self._state["state"]["counter"] = np.array([0, index, 0, 0], np.uint64)
+        self._generator.state = self._state
+        return self._generator.random_raw(count)
+
+    @property
+    def fingerprint(self) -> str:
+        return _checksum("synthetic-1", self.num_samples, self.block_size, self.vocab_size, self.seed)
+
+
+class TokenSequence(Protocol):
+    """A long sequence of tokens that can be read at any position."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of the tokens."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+
+    def read(self, start: int, out: npt.NDArray[np.int64]) -> None:
+        """Fill `out` with the tokens from position `start` on."""
+
+
+class _TokensInMemory:
+    def __init__(self, tokens: IdArray) -> None:
+        self._tokens = tokens
+        self.fingerprint = hashlib.sha256(tokens.tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, start: int, out: npt.NDArray[np.int64]) -> None:
+        out[:] = self._tokens[start : start + len(out)]
+
+
+class _BlockDataset(TokenDataset):
+    """The blocks of one token sequence."""
+
+    def __init__(self, sequence: TokenSequence, block_size: int, origin: str) -> None:
+        if block_size < 1:
+            raise DataError(f"block_size must be at least 1, not {block_size}")
+        if len(sequence) < block_size + 1:
+            raise DataError(
+                f"{origin}: has {len(sequence)} tokens, but one block of {block_size} needs {block_size + 1} "
+                f"(the last input's target included); use more text or a smaller block_size"
+            )
+        self.block_size = block_size
+        self._sequence = sequence
+
+    def __len__(self) -> int:
+        return (len(self._sequence) - 1) // self.block_size
+
+    def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
+        rows = np.empty((len(indices), self.block_size + 1), np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            self._sequence.read(int(index) * self.block_size, row)
+        if isinstance(self._sequence, ShardSet):
+            self._sequence.check(rows)
+        return rows
+
+    @property
+    def fingerprint(self) -> str:
+        return _checksum(self._sequence.fingerprint, self.block_size)
+
+
+class TextFileTokenDataset(_BlockDataset):
+    """The blocks of a UTF-8 text file.
+
+    With bytes as tokens the file is memory-mapped and any block costs the same. Other tokenizers encode the
+    text once into a cache on disk that later runs share; one that has no `spec` to be recognised by, into
+    memory.
+
+    Args:
+        path: the text file.
+        block_size: T, tokens per sample.
+        tokenizer: None for `CharTokenizer(vocab_size)`.
+        vocab_size: ids that the byte tokenizer may use, when `tokenizer` is None.
+
+    Raises:
+        DataError: a missing, empty or unreadable file, or a folder; text shorter than a block; invalid UTF-8,
+            with file and offset; text that the vocabulary cannot hold. Of a byte-tokenized file the first 64
+            MB are checked here, the rest when it is read; of any other all is checked here.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        block_size: int,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int = 256,
+    ) -> None:
+        self.path = Path(path)
+        self.tokenizer: Tokenizer = CharTokenizer(vocab_size) if tokenizer is None else tokenizer
+        super().__init__(_text_sequence(self.path, self.tokenizer), block_size, str(self.path))
+
+
+def _text_sequence(path: Path, tokenizer: Tokenizer) -> TokenSequence:
+    if type(tokenizer) is CharTokenizer:
+        return ByteText(path, tokenizer)
+    if hasattr(tokenizer, "spec"):
+        return encode_once(path, tokenizer)
+    check_text_file(path)
+    return _TokensInMemory(np.concatenate(list(encode_pieces(tokenizer, read_text(path)))))
+
+
+class ShardDataset(_BlockDataset):
+    """The blocks of a folder that `speedtronic data prepare` made.
+
+    Args:
+        shards: the folder, or what was opened of it.
+        block_size: T, tokens per sample.
+        document_mask: also give `document_ids` (T,) int64: 0 for the tokens of the document that the sample begins in,
+            1 for those of the next one, and so on. A document's separator is its last token.
+
+    Raises:
+        DataError: as `ShardSet` does, or they have fewer tokens than a block.
+    """
+
+    def __init__(self, shards: ShardSet | str | os.PathLike[str], block_size: int, document_mask: bool = False) -> None:
+        self.shards = shards if isinstance(shards, ShardSet) else ShardSet(shards)
+        self.document_mask = document_mask
+        super().__init__(self.shards, block_size, str(self.shards.folder))
+
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        """`input_ids` and `labels` (B, T) int64 of several samples, with `document_ids` (B, T) where asked for."""
+        batch = super().batch(indices)
+        if self.document_mask:
+            batch["document_ids"] = torch.from_numpy(np.stack([self._document_ids(int(index)) for index in indices]))
+        return batch
+
+    def _document_ids(self, index: int) -> npt.NDArray[np.int64]:
+        start = index * self.block_size
+        begins = np.zeros(self.block_size, np.int64)
+        begins[self.shards.document_starts(start + 1, start + self.block_size) - start] = 1
+        return begins.cumsum()

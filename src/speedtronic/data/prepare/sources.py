@@ -1,0 +1,555 @@
+"""Where text comes from: text files, JSON lines, Parquet files, datasets in the manner of Hugging Face.
+
+An *input* is a file or a dataset of one or many documents. It can be read from any of its *offsets* in *spans*
+of bounded size, which other processes can turn into text; where the spans lie depends on the input alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import fnmatch
+import json
+import os
+import struct
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from speedtronic.data.text import check_text_file, read_pieces, whole_characters
+from speedtronic.data.tokenizers.cutting import CutRule, find_cut
+from speedtronic.errors import DataError, MissingExtraError
+
+PYTHON_STDLIB = "python-stdlib"
+DEFAULT_PATTERNS = ("*.txt", "*.md", "*.py", "*.jsonl", "*.parquet")
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_READ_AT_ONCE = 4 * 2**20
+_LOOKED_FOR_A_LINE = 64 * 2**10
+_ROWS_AT_ONCE = 1024
+
+
+class Span(Protocol):
+    """A piece of an input, small enough for one process to hold. It can be sent to another process."""
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+
+    @property
+    def size(self) -> int:
+        """About how many bytes of text it has."""
+
+    @property
+    def ends_documents(self) -> bool:
+        """Whether each of its texts is the end of a document."""
+
+    def raw(self) -> bytes:
+        """Its content, for a checksum. Raises DataError when it cannot be read."""
+
+    def texts(self, raw: bytes) -> list[str]:
+        """The texts in its content. Raises DataError, naming the place, for what is no text."""
+
+
+class Input(Protocol):
+    """A source of documents."""
+
+    @property
+    def name(self) -> str:
+        """By this it is put in order: it does not depend on where the input lies."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of text, at least approximately."""
+
+    @property
+    def length(self) -> int:
+        """Where its offsets end: bytes of a file, rows of a dataset."""
+
+    @property
+    def stamp(self) -> str:
+        """What differs when the input has been changed since."""
+
+    def spans(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Span, int]]:
+        """Spans of about `size` bytes from `offset` on, each with the offset behind it."""
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """The bytes start … stop − 1 of a text file, which are whole characters."""
+
+    path: Path
+    start: int
+    stop: int
+    ends_documents: bool
+
+    @property
+    def origin(self) -> str:
+        return f"{self.path}, from byte {self.start} on"
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def raw(self) -> bytes:
+        return _read_range(self.path, self.start, self.stop)
+
+    def texts(self, raw: bytes) -> list[str]:
+        whole_characters(raw, self.path, self.start, final=True)
+        return [raw.decode("utf-8")]
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A UTF-8 text file: one document."""
+
+    name: str
+    path: Path
+    size: int
+    stamp: str
+
+    @property
+    def length(self) -> int:
+        return self.size
+
+    def spans(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Span, int]]:
+        if offset < self.size <= offset + size:  # most files: no need to look into it
+            yield FileSpan(self.path, offset, self.size, ends_documents=True), self.size
+            return
+        with self.path.open("rb") as file:
+            while offset < self.size:
+                start, offset = offset, self._stop(file, offset, size, rule)
+                yield FileSpan(self.path, start, offset, ends_documents=offset == self.size), offset
+
+    def _stop(self, file: BinaryIO, start: int, size: int, rule: CutRule) -> int:
+        if self.size - start <= size:
+            return self.size
+        cut = find_cut(file, start + size, rule)
+        return self.size if cut is None else min(cut, self.size)
+
+
+@dataclass(frozen=True)
+class LinesSpan:
+    """The lines that begin at the bytes start … stop − 1 of a file of JSON lines."""
+
+    path: Path
+    start: int
+    stop: int
+    text_field: str
+
+    ends_documents = True
+
+    @property
+    def origin(self) -> str:
+        return f"{self.path}, from line {self._line(0)} on"
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def raw(self) -> bytes:
+        return _read_range(self.path, self.start, self.stop)
+
+    def texts(self, raw: bytes) -> list[str]:
+        texts = []
+        # Some programs begin every file of UTF-8 with its mark.
+        lines = raw.removeprefix(codecs.BOM_UTF8) if self.start == 0 else raw
+        for number, line in enumerate(lines.split(b"\n")):
+            if not line.strip():
+                continue
+            try:
+                text = self._text(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{self.path}: line {self._line(number)}: {error}") from error
+            if text:
+                texts.append(text)
+        return texts
+
+    def _text(self, line: bytes) -> str:
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from error
+        if not isinstance(record, dict) or not isinstance(text := record.get(self.text_field, 0), str | None):
+            raise ValueError(f"not an object with a text {self.text_field!r}; choose the field with --text-field")
+        text = text or ""
+        text.encode("utf-8")  # an escape such as \ud800 spells what is no character
+        return text
+
+    def _line(self, number: int) -> int:
+        before = sum(piece.count(b"\n") for piece in _blocks(self.path, self.start))
+        return before + number + 1
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """A file of JSON objects, one a line: each object's text is a document; empty ones and nulls are passed over."""
+
+    name: str
+    path: Path
+    size: int
+    stamp: str
+    text_field: str
+
+    @property
+    def length(self) -> int:
+        return self.size
+
+    def spans(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Span, int]]:
+        with self.path.open("rb") as file:
+            while offset < self.size:
+                start, offset = offset, self._stop(file, offset + size)
+                yield LinesSpan(self.path, start, offset, self.text_field), offset
+
+    def _stop(self, file: BinaryIO, position: int) -> int:
+        """The end of the line that holds the byte before `position`."""
+        position -= 1
+        file.seek(position)
+        while block := file.read(_LOOKED_FOR_A_LINE):
+            if (found := block.find(b"\n")) >= 0:
+                return min(position + found + 1, self.size)
+            position += len(block)
+        return self.size
+
+
+@dataclass(frozen=True)
+class RowsSpan:
+    """Documents that have been read already."""
+
+    origin: str
+    rows: tuple[str, ...]
+    size: int
+
+    ends_documents = True
+
+    def raw(self) -> bytes:
+        encoded = [row.encode("utf-8") for row in self.rows]
+        return b"".join(chain.from_iterable((struct.pack("<Q", len(text)), text) for text in encoded))
+
+    def texts(self, raw: bytes) -> list[str]:
+        return list(self.rows)
+
+
+class _Table(ABC):
+    """Rows with a column of text: each row a document; empty ones and nulls are passed over."""
+
+    name: str
+    length: int
+
+    @abstractmethod
+    def _batches(self, offset: int) -> Iterator[list[str | None]]:
+        """The texts from row `offset` on."""
+
+    def spans(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Span, int]]:
+        rows: list[str] = []
+        first, filled = offset, 0
+        for row, text in enumerate(chain.from_iterable(self._batches(offset)), offset):
+            if text:
+                rows.append(text)
+                filled += len(text)
+            if filled >= size:
+                yield RowsSpan(self._origin(first), tuple(rows), filled), row + 1
+                rows, first, filled = [], row + 1, 0
+        if rows:
+            yield RowsSpan(self._origin(first), tuple(rows), filled), self.length
+
+    def _origin(self, row: int) -> str:
+        return f"{self.name}, from row {row} on"
+
+
+@dataclass(frozen=True)
+class ParquetFile(_Table):
+    """A Parquet file with a column of text."""
+
+    name: str
+    path: Path
+    size: int
+    stamp: str
+    length: int
+    text_field: str
+
+    def _batches(self, offset: int) -> Iterator[list[str | None]]:
+        with _opened_parquet(self.path) as file:
+            first = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if first + rows > offset:
+                    yield from self._batches_of_group(file, group, max(offset - first, 0))
+                first += rows
+
+    def _batches_of_group(self, file: Any, group: int, skipped: int) -> Iterator[list[str | None]]:
+        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[self.text_field]):
+            if skipped < len(batch):
+                yield batch.column(0)[skipped:].to_pylist()
+            skipped = max(skipped - len(batch), 0)
+
+
+@dataclass(frozen=True)
+class HubDataset(_Table):
+    """A split of a dataset that the `datasets` library has loaded."""
+
+    name: str
+    size: int
+    stamp: str
+    length: int
+    text_field: str
+    dataset: Any
+
+    def _batches(self, offset: int) -> Iterator[list[str | None]]:
+        for start in range(offset, self.length, _ROWS_AT_ONCE):
+            yield list(self.dataset[start : start + _ROWS_AT_ONCE][self.text_field])
+
+
+def choose_inputs(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    source: str | None = None,
+    hub: str | None = None,
+    split: str = "train",
+    patterns: Sequence[str] = DEFAULT_PATTERNS,
+    text_field: str = "text",
+) -> tuple[list[Input], int]:
+    """The inputs that one of `paths`, `source` and `hub` names, and how many files of them were left out.
+
+    Args:
+        paths: files and folders, as for `find_inputs`.
+        source: "python-stdlib", the sources of the running interpreter's own library.
+        hub: a dataset, as for `hub_dataset`.
+        split: of that dataset.
+        patterns: which file names are taken from folders.
+        text_field: the field or column that holds the text.
+
+    Raises:
+        DataError: none or several of the three are given; otherwise as `find_inputs` and `hub_dataset`.
+        MissingExtraError: a format whose library is not installed.
+    """
+    if source not in (None, PYTHON_STDLIB):
+        raise DataError(f"source {source!r} is unknown; the one built-in source is {PYTHON_STDLIB}")
+    if [bool(paths), bool(source), bool(hub)].count(True) != 1:
+        raise DataError(f"name one thing to read: files and folders, the source {PYTHON_STDLIB}, or a dataset")
+    try:
+        if source:
+            return library_sources()
+        if hub:
+            return [hub_dataset(hub, split=split, text_field=text_field)], 0
+        return find_inputs(paths, patterns=patterns, text_field=text_field), 0
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def find_inputs(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    patterns: Sequence[str] = DEFAULT_PATTERNS,
+    text_field: str = "text",
+) -> list[Input]:
+    """The non-empty inputs that paths name, each once, in a fixed order.
+
+    `.jsonl` and `.parquet` files are read as such, every other file as one document of text.
+
+    Args:
+        paths: files, and folders that are searched for `patterns`; hidden files and folders are passed over, and links
+            are followed.
+        patterns: which file names are taken from folders; files that are named in `paths` always are.
+        text_field: the field of JSON lines and the column of Parquet files that holds the text.
+
+    Raises:
+        DataError: a path that does not exist or cannot be read; a folder without a matching file; nothing but
+            empty files; a Parquet file without that column.
+        MissingExtraError: a Parquet file, and pyarrow is not installed.
+    """
+    files: dict[str, tuple[str, Path]] = {}
+    for path in map(Path, paths):
+        found = _in_folder(path, patterns) if path.is_dir() else [(path.name, path)]
+        if not found:
+            raise DataError(f"{path}: no file in this folder matches {' '.join(patterns)}; choose with --pattern")
+        # A file that is named twice, or named and inside a named folder, is read once.
+        files.update((os.path.realpath(file), (name, file)) for name, file in found)
+    filled = [(name, path) for name, path in files.values() if not _is_empty(path)]
+    if not filled:
+        raise DataError(f"{', '.join(map(str, paths))}: all files are empty")
+    return [_input(name, path, text_field) for name, path in filled]
+
+
+def text_file(path: Path, name: str) -> TextFile:
+    """A text file under a name of its own. Raises DataError for what is none, or empty."""
+    return TextFile(name, path, check_text_file(path), _stamp(path))
+
+
+def texts(inputs: Iterable[Input]) -> Iterator[str]:
+    """The text of every document, in pieces of a few MB at most unless a document in a table is larger.
+
+    Raises:
+        DataError: what is not UTF-8 or not a record with a text, with its place.
+    """
+    for each in inputs:
+        for span, _ in each.spans(0, _READ_AT_ONCE, "characters"):
+            yield from span.texts(span.raw())
+
+
+def library_sources() -> tuple[list[Input], int]:
+    """Python's library sources, and how many were left out: fixtures of its tests that are not UTF-8."""
+    library = Path(sysconfig.get_path("stdlib"))
+    inputs: list[Input] = []
+    skipped = 0
+    for path in _walk(library, _NOT_LIBRARY) if library.is_dir() else ():
+        if path.suffix != ".py" or _is_empty(path):
+            continue
+        if _is_utf8(path):
+            inputs.append(text_file(path, path.relative_to(library).as_posix()))
+        else:
+            skipped += 1
+    if not inputs:
+        raise DataError(f"{library}: this Python keeps no library sources there; name files or folders instead")
+    return inputs, skipped
+
+
+def hub_dataset(name: str, *, split: str, text_field: str = "text") -> Input:
+    """A split of a dataset of the Hugging Face hub or of a local folder, by the `datasets` library.
+
+    Args:
+        name: NAME or NAME:CONFIG; NAME is `owner/dataset` or a folder of data files. Code that comes with a
+            dataset is not run.
+        split: such as `train`, or `train[:10%]`.
+        text_field: the column that holds the text.
+
+    Raises:
+        DataError: it cannot be loaded, or has no such column of text.
+        MissingExtraError: `datasets` is not installed.
+    """
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingExtraError("reading a Hugging Face dataset needs: install speedtronic[datasets]") from error
+    path, config = (name, None) if Path(name).exists() or ":" not in name else name.rsplit(":", 1)
+    try:
+        dataset = datasets.load_dataset(path, config, split=split)
+    # The library raises its own errors, those of the network, of file systems and of parsers.
+    except Exception as error:  # noqa: BLE001 - each says what it could not load
+        raise DataError(f"dataset {name}, split {split}: {str(error).strip() or type(error).__name__}") from error
+    _check_column(dataset.features.arrow_schema, text_field, f"dataset {name}")
+    return HubDataset(
+        name=f"{Path(path).resolve().name if config is None else name}:{split}",
+        size=dataset.data.column(text_field).nbytes,
+        stamp=f"{len(dataset)}:{dataset.data.nbytes}",
+        length=len(dataset),
+        text_field=text_field,
+        dataset=dataset,
+    )
+
+
+def _input(name: str, path: Path, text_field: str) -> Input:
+    match path.suffix.lower():
+        case ".jsonl":
+            file = text_file(path, name)
+            return JsonLines(file.name, file.path, file.size, file.stamp, text_field)
+        case ".parquet":
+            return _parquet_file(name, path, text_field)
+    return text_file(path, name)
+
+
+def _stamp(path: Path) -> str:
+    status = path.stat()
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+def _parquet_file(name: str, path: Path, text_field: str) -> ParquetFile:
+    check_text_file(path)
+    with _opened_parquet(path) as file:
+        _check_column(file.schema_arrow, text_field, str(path))
+        groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+        chunks = chain.from_iterable(map(group.column, range(group.num_columns)) for group in groups)
+        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == text_field)
+        return ParquetFile(name, path, size, _stamp(path), file.metadata.num_rows, text_field)
+
+
+@contextmanager
+def _opened_parquet(path: Path) -> Iterator[Any]:
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingExtraError(f"{path}: reading Parquet needs pyarrow: install speedtronic[parquet]") from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+
+
+def _check_column(schema: Any, text_field: str, origin: str) -> None:
+    if text_field not in schema.names:
+        raise DataError(
+            f"{origin}: has no column {text_field!r}, but {', '.join(schema.names)}; choose one with --text-field"
+        )
+    if schema.names.count(text_field) > 1:
+        raise DataError(f"{origin}: has several columns {text_field!r}; choose another one with --text-field")
+    kind = str(schema.field(text_field).type)
+    if kind not in {"string", "large_string", "string_view"} and not kind.startswith("dictionary<values=string"):
+        raise DataError(f"{origin}: the column {text_field!r} holds {kind}, not text; choose with --text-field")
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == 0
+
+
+def _in_folder(folder: Path, patterns: Sequence[str]) -> list[tuple[str, Path]]:
+    root = folder.resolve().name
+    return [
+        (f"{root}/{path.relative_to(folder).as_posix()}", path)
+        for path in _walk(folder)
+        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns)
+    ]
+
+
+def _walk(folder: Path, omitted: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Regular files below `folder` in a fixed order, without hidden ones and the folders `omitted`.
+
+    Links to folders are followed, to each folder once. Raises OSError for a folder that cannot be read.
+    """
+    seen = {os.path.realpath(folder)}
+    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        wanted = sorted(name for name in folders if not name.startswith(".") and name not in omitted)
+        folders.clear()
+        for name in wanted:
+            place = os.path.realpath(os.path.join(parent, name))
+            if place not in seen:
+                folders.append(name)
+            seen.add(place)
+        paths = (Path(parent, name) for name in sorted(files) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        for _ in read_pieces(path):
+            pass
+    except DataError:
+        return False
+    return True
+
+
+def _read_range(path: Path, start: int, stop: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read(stop - start)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) != stop - start:
+        raise DataError(f"{path}: has become shorter while it was read; start again when nothing writes to it")
+    return content
+
+
+def _blocks(path: Path, stop: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for start in range(0, stop, _READ_AT_ONCE):
+            yield file.read(min(_READ_AT_ONCE, stop - start))

@@ -1,0 +1,71 @@
+"""A cache of encoded text, for tokenizers that give no way to seek in a text file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from speedtronic.data.prepare.sources import text_file
+from speedtronic.data.prepare.work_units import UNIT_BYTES
+from speedtronic.data.shards import ShardSet, ShardWriter, remove_leftovers
+from speedtronic.data.text import check_text_file, read_pieces
+from speedtronic.data.tokenizers.base import Tokenizer, encode_texts, spec_fingerprint
+from speedtronic.data.tokenizers.cutting import cut_rule
+from speedtronic.errors import DataError
+
+
+def cache_folder() -> Path:
+    """$SPEEDTRONIC_CACHE, else $XDG_CACHE_HOME/speedtronic, else ~/.cache/speedtronic."""
+    if own := os.environ.get("SPEEDTRONIC_CACHE"):
+        return Path(own)
+    if general := os.environ.get("XDG_CACHE_HOME"):
+        return Path(general) / "speedtronic"
+    return Path.home() / ".cache" / "speedtronic"
+
+
+def encode_once(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
+    """The tokens of a text file, encoded once as one text and found again by content and tokenizer.
+
+    The file is streamed in pieces of `unit_bytes`, unless the tokenizer allows no cut.
+
+    Raises:
+        DataError: the file cannot be used, is not UTF-8, does not fit the tokenizer, or the cache is not
+            writable.
+    """
+    check_text_file(path)
+    content = hashlib.sha256()
+    for piece in read_pieces(path):
+        content.update(piece)
+    key = hashlib.sha256(f"{content.hexdigest()}:{spec_fingerprint(tokenizer.spec())}".encode()).hexdigest()
+    folder = cache_folder() / f"text-{key[:32]}"
+    try:
+        return _open_or_encode(folder, path, tokenizer, unit_bytes)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep the encoded text of {path} in {folder.parent}: {error}; "
+            f"set SPEEDTRONIC_CACHE to a folder that can be written"
+        ) from error
+
+
+def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer, unit_bytes: int) -> ShardSet:
+    if folder.exists():
+        try:
+            return ShardSet(folder)
+        except DataError as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # it may be sound, and cannot be read
+            # Nothing but this function writes here: a damaged entry is worth no more than an absent one.
+            shutil.rmtree(folder)
+    remove_leftovers(folder)
+    try:
+        with ShardWriter(folder, tokenizer=tokenizer) as writer:
+            for span, _ in text_file(path, path.name).spans(0, unit_bytes, cut_rule(tokenizer)):
+                for ids in encode_texts(tokenizer, span.texts(span.raw())):
+                    writer.write(ids)
+    except OSError:
+        # Another process may have published the same entry in the meantime.
+        if not folder.exists():
+            raise
+    return ShardSet(folder)

@@ -1,0 +1,1 @@
+"""From text to token ids and back: bytes, characters, and tokenizer files."""

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from speedtronic.checkpoint import staging as image_module
+from speedtronic.checkpoint.staging import StagingBuffer
+from speedtronic.durable.tensor_file import DTYPE_NAMES, tensor_chunks
+from speedtronic.errors import CheckpointError
+
+
+def filled(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> StagingBuffer:
+    image = StagingBuffer()
+    image.fill(tensors, metadata or {})
+    return image
+
+
+def data_of(image: StagingBuffer) -> bytes:
+    return b"".join(bytes(chunk) for chunk in image.chunks())
+
+
+def memory_of(image: StagingBuffer) -> list[int]:
+    return [block.data_ptr() for block in image._blocks]
+
+
+TENSORS = {
+    "odd": torch.arange(3, dtype=torch.uint8),
+    "turned": torch.arange(6.0).reshape(2, 3).t(),
+    "double": torch.ones(2, dtype=torch.float64),
+    "empty": torch.empty(0, 4),
+    "step": torch.tensor(7.0),
+    "half": torch.ones(5, dtype=torch.bfloat16),
+    "flag": torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("block", [1, 16, 2**28])
+def test_an_image_is_the_file_that_the_tensors_make(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(image_module, "_BLOCK", block)
+    expected = b"".join(bytes(chunk) for chunk in tensor_chunks(TENSORS, {"format": "pt"}))
+    assert data_of(filled(TENSORS, {"format": "pt"})) == expected
+
+
+@pytest.mark.parametrize("dtype", list(DTYPE_NAMES))
+def test_every_dtype_can_be_copied(dtype: torch.dtype) -> None:
+    tensor = torch.arange(5, dtype=torch.float32).to(dtype)
+    back = safetensors.torch.load(data_of(filled({"x": tensor, "odd": torch.ones(3, dtype=torch.uint8)})))["x"]
+    assert back.view(torch.uint8).equal(tensor.view(torch.uint8))
+
+
+def test_no_tensors_make_an_empty_file_of_the_format() -> None:
+    assert safetensors.torch.load(data_of(filled({}))) == {}
+
+
+def test_the_same_form_takes_the_same_memory_again() -> None:
+    image = filled({"a": torch.zeros(4), "b": torch.zeros(2, 2)})
+    memory = memory_of(image)
+    image.fill({"a": torch.ones(4), "b": torch.full((2, 2), 2.0)}, {})
+    assert memory_of(image) == memory
+    back = safetensors.torch.load(data_of(image))
+    assert (back["a"].sum(), back["b"].sum()) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": torch.ones(5)},
+        {"a": torch.ones(2, 2)},
+        {"a": torch.ones(4, dtype=torch.int32)},
+        {"c": torch.ones(4)},
+        {"a": torch.ones(4), "b": torch.ones(1)},
+        {},
+    ],
+)
+def test_another_form_is_arranged_anew(other: dict[str, Tensor]) -> None:
+    image = filled({"a": torch.zeros(4)}, {"x": "1"})
+    data_of(image)
+    image.fill(other, {"x": "1"})
+    assert data_of(image) == data_of(filled(other, {"x": "1"}))
+
+
+def test_other_metadata_are_in_the_next_file() -> None:
+    image = filled({"a": torch.zeros(4)}, {"x": "1"})
+    data_of(image)
+    image.fill({"a": torch.zeros(4)}, {"x": "2"})
+    assert data_of(image) == data_of(filled({"a": torch.zeros(4)}, {"x": "2"}))
+
+
+def test_released_memory_is_taken_again() -> None:
+    image = filled({"a": torch.zeros(4)})
+    before = data_of(image)
+    image.release()
+    assert memory_of(image) == []
+    image.fill({"a": torch.zeros(4)}, {})
+    assert data_of(image) == before
+
+
+def test_no_memory_for_the_copies_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def allocate(*shape: Any, **options: Any) -> Tensor:
+        if options.get("dtype") == torch.uint8:
+            raise RuntimeError("can't allocate memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    image = StagingBuffer()
+    with pytest.raises(CheckpointError, match=r"no memory.*16 bytes.*checkpoint\.background: false"):
+        image.fill({"a": torch.zeros(4)}, {})
+    monkeypatch.undo()
+    image.fill({"a": torch.zeros(4)}, {})
+    assert data_of(image) == data_of(filled({"a": torch.zeros(4)}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_gpu_are_copied_into_pinned_memory_by_the_time_fill_returns() -> None:
+    source = torch.full((1 << 24,), 1.0, device="cuda")
+    image = StagingBuffer()
+    for value in (2.0, 3.0):
+        source.fill_(value)
+        image.fill({"x": source, "cpu": torch.ones(3)}, {})
+        assert all(block.is_pinned() for block in image._blocks)
+        source.fill_(9.0)
+        back = safetensors.torch.load(data_of(image))
+        assert back["x"].unique().tolist() == [value]
+        assert back["cpu"].sum() == 3

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+
+from speedtronic.distributed import earlier_sessions
+from speedtronic.distributed.codec import make_codec
+from speedtronic.distributed.earlier_sessions import Past, look_back, spooled_delta
+from speedtronic.distributed.ledger import SPOOL, START
+from speedtronic.distributed.protocol import DeltaId, Position
+from speedtronic.distributed.requests import perform
+from speedtronic.distributed.stores.memory import MemoryStore
+from tests.support.counting_store import CountingStore
+from tests.support.nodes import AddingMaster, started
+
+FIRST, SECOND = (f"in/n/s1/0000000{number}.safetensors" for number in (1, 2))
+
+
+def two_deltas() -> tuple[MemoryStore, AddingMaster, list[bytes]]:
+    """A store without deltas, its master, and two of one session that follow on each other."""
+    store, master, life = started()
+    deltas = []
+    for name in (FIRST, SECOND):
+        life.hand_over(2)
+        deltas.append(store.get(name, limit=2**20) or b"")
+        store.delete(name)
+    return store, master, deltas
+
+
+def look(store: MemoryStore, master: AddingMaster, node: str = "n", on_disk: tuple[str, ...] = ()) -> Past:
+    return perform(look_back(node, master.head, master.schema, make_codec("fp32"), ("s9",), on_disk), store)
+
+
+def test_a_store_without_the_node_has_nothing_of_it() -> None:
+    store, master, deltas = two_deltas()
+    store.put_if_absent(FIRST, deltas[0])
+    assert look(store, master, node="another") == Past(START, frozenset(), {"s9": 0})
+
+
+def test_deltas_on_their_way_count_one_after_the_other() -> None:
+    store, master, deltas = two_deltas()
+    store.put_if_absent(FIRST, deltas[0])
+    store.put_if_absent(SECOND, deltas[1])
+    ids = {DeltaId("n", "s1", 1), DeltaId("n", "s1", 2)}
+    assert look(store, master) == Past(Position(4, 8, 40), frozenset(ids), {"s1": 2, "s9": 0})
+
+
+def test_marks_count_and_what_comes_after_them() -> None:
+    store, master, deltas = two_deltas()
+    store.put_if_absent(FIRST, deltas[0])
+    master.take_in()
+    assert look(store, master).covered == Position(2, 4, 20)
+    store.put_if_absent(SECOND, deltas[1])
+    assert look(store, master) == Past(Position(4, 8, 40), frozenset({DeltaId("n", "s1", 2)}), {"s1": 2, "s9": 0})
+
+
+def test_of_sessions_on_the_disk_only_marks_are_looked_at() -> None:
+    store, master, deltas = two_deltas()
+    store.put_if_absent(FIRST, deltas[0])
+    assert look(store, master, on_disk=("s1",)).covered == START
+    master.take_in()
+    assert look(store, master, on_disk=("s1",)).covered == Position(2, 4, 20)
+
+
+def test_a_node_that_started_a_thousand_times_asks_for_its_last_lives_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(earlier_sessions, "RECENT_SESSIONS", 2)
+    store, master, deltas = two_deltas()
+    store.put_if_absent(FIRST, deltas[0])
+    master.take_in()
+    mark = master.head.marks["n/s1"]
+    older = {f"n/s0{number}": mark.model_copy(update={"version": 0, "seq": 7}) for number in range(5)}
+    head = master.head.model_copy(update={"marks": older | master.head.marks})
+    counting = CountingStore(store)
+    found = perform(look_back("n", head, master.schema, make_codec("fp32"), ("s9",), ()), counting)
+    assert counting.requests == {"list": 1, "get": 3}, "s1, the last of the older, and s9"
+    assert found.seen == {"s9": 0, "s1": 1} | {f"s0{number}": 7 for number in range(5)}
+    assert found.covered == Position(2, 4, 20)
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped", "another's", "nothing of ours"])
+def test_what_will_not_enter_does_not_count(damage: str) -> None:
+    store, master, deltas = two_deltas()
+    whole = deltas[0]
+    data = {
+        "torn": whole[:-4],
+        "flipped": whole[:-1] + bytes([whole[-1] ^ 1]),
+        "another's": deltas[1],
+        "nothing of ours": b"x" * 64,
+    }[damage]
+    store.put_if_absent(FIRST, data)
+    assert look(store, master).covered == START
+    store.put_if_absent("in/n/s1/00000001-1.safetensors", whole)  # the copy that its node put beside
+    assert look(store, master).covered == Position(2, 4, 20)
+
+
+def test_what_is_larger_than_a_delta_can_be_is_not_read() -> None:
+    store, master, _ = two_deltas()
+    store.put_if_absent(FIRST, bytes(2**20))
+    assert look(store, master).covered == START
+
+
+def test_names_that_are_no_deltas_are_passed_over() -> None:
+    store, master, _ = two_deltas()
+    for name in ("in/n/s1/x.safetensors", "in/n/00000001.safetensors", "in/n/s1/00000000.safetensors"):
+        store.put_if_absent(name, b"x")
+    assert look(store, master) == Past(START, frozenset(), {"s9": 0})
+
+
+def test_a_spool_says_which_delta_it_holds_unless_it_is_damaged() -> None:
+    _, _, life = started()
+    life.train(2)
+    life.boundary()
+    life.run(life.node.spool())
+    data = life.files.contents[SPOOL]
+    header = spooled_delta(data)
+    assert header is not None
+    assert (header.id, header.position) == (DeltaId("n", "s1", 1), Position(2, 4, 20))
+    for cut in (0, 7, 100, len(data) - 1):
+        assert spooled_delta(data[:cut]) is None
+    assert spooled_delta(data[:-1] + bytes([data[-1] ^ 128])) is None

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from speedtronic.durable.lock import LOCK_FILE, RunLock
+from speedtronic.errors import RunLockedError
+
+# The package is bypassed so that the other process starts without loading torch.
+HOLDER = """
+import importlib.util, pathlib, sys
+import speedtronic
+spec = importlib.util.spec_from_file_location(
+    "lock", pathlib.Path(speedtronic.__file__).parent / "durable" / "lock.py"
+)
+lock = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(lock)
+try:
+    with lock.RunLock(sys.argv[1]):
+        print("held", flush=True)
+        sys.stdin.read()
+except lock.RunLockedError as error:
+    print(error, flush=True)
+"""
+
+
+@contextmanager
+def other_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_second_process_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
+    with RunLock(tmp_path), other_process(tmp_path) as process:
+        message = first_line(process)
+    assert str(tmp_path) in message
+    assert f"process {os.getpid()} on " in message
+    assert "run.output_dir" in message
+
+
+def test_this_process_is_refused_while_another_holds_it(tmp_path: Path) -> None:
+    with other_process(tmp_path) as process:
+        assert first_line(process) == "held"
+        with pytest.raises(RunLockedError, match=f"process {process.pid} on "), RunLock(tmp_path):
+            pass
+
+
+def test_a_killed_holder_frees_the_folder(tmp_path: Path) -> None:
+    with other_process(tmp_path) as process:
+        assert first_line(process) == "held"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == process.pid
+        with RunLock(tmp_path):
+            assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+
+
+def test_one_process_may_take_it_again_and_the_last_to_leave_frees_it(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    link.symlink_to(folder)
+    with RunLock(folder):
+        with RunLock(link):
+            pass
+        with other_process(folder) as process:
+            assert "is in use by" in first_line(process)
+    with other_process(folder) as process:
+        assert first_line(process) == "held"
+
+
+def test_a_lock_can_be_used_again_and_its_folder_is_made(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "new" / "folder")
+    for _ in range(2):
+        with lock:
+            assert (tmp_path / "new" / "folder" / LOCK_FILE).stat().st_size > 0
+    assert (tmp_path / "new" / "folder" / LOCK_FILE).stat().st_size == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        child = os.fork()
+        if child == 0:
+            try:
+                with RunLock(tmp_path):
+                    os._exit(1)
+            except RunLockedError:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        with other_process(tmp_path) as process:
+            assert "is in use by" in first_line(process)
