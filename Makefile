@@ -6,8 +6,10 @@ READY := $(VENV)/.ready
 # GPT-2's published BPE ranks, against which the tokenizers are tested, lie in this source distribution.
 WHISPER := openai_whisper-20250625
 RANKS := build/test-data/gpt2.tiktoken
+# One process a core; the tests of one file stay together.
+PYTEST := $(BIN)/pytest -n logical --dist loadfile
 
-.PHONY: demo diloco-demo test test-stores check lint docs bench torture diloco-torture clean
+.PHONY: demo diloco-demo test test-slow test-all test-stores check lint docs bench torture diloco-torture clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library and let it write
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -23,14 +25,18 @@ diloco-demo: $(READY)  ## let three processes that share only a folder train the
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
 	$(BIN)/python benchmarks/diloco_demo.py
 
-test: lint $(RANKS)  ## every check and every test
-	$(BIN)/pytest
+test: lint $(RANKS)  ## everything that a change needs: lint, types, and all tests but the slow ones
+	$(PYTEST)
+
+test-slow: $(READY) $(RANKS)  ## the slow tests: campaigns, compilers, examples, many processes
+	$(PYTEST) -m "slow and not stores"
+
+test-all: test test-slow  ## both of the above
 
 test-stores: $(READY)  ## the tests that need a server of S3: two are started on this machine
 	$(BIN)/pytest -m stores tests/distributed
 
-check: lint $(RANKS)  ## what must be green before each commit: everything but the slow tests
-	$(BIN)/pytest -m "not slow and not stores"
+check: test  ## what must be green before each commit
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Any
 
-from speedtronic.data import prepare as module
+from speedtronic.data.prepare import prepare as module
 
 
 def die(*whatever: Any, **options: Any) -> None:
