@@ -42,6 +42,7 @@ from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.tensors import Schema, cpu_state_dict, rebase_, snapshot
 from speedtronic.metrics import MetricLogger
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.counting_store import CountingStore  # noqa: E402 - found through the line above
 
