@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from speedtronic.durable.files import DamagedFileError
 from speedtronic.durable.tensor_file import DTYPE_NAMES, read_tensors, tensor_chunks
-from speedtronic.errors import CheckpointError
 
 TENSORS = {
     "weight": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
@@ -30,7 +30,7 @@ def read(data: bytes) -> dict[str, torch.Tensor]:
 
     def read_into(buffer: memoryview) -> None:
         if file.readinto(buffer) != len(buffer):
-            raise CheckpointError("it ends too early")
+            raise DamagedFileError("it ends too early")
 
     return read_tensors(read_into, len(data))
 
@@ -108,5 +108,5 @@ def test_tensors_that_were_read_have_memory_of_their_own() -> None:
     ids=range(23),
 )
 def test_what_is_not_a_safetensors_file_is_a_checkpoint_error(data: bytes) -> None:
-    with pytest.raises(CheckpointError):
+    with pytest.raises(DamagedFileError):
         read(data)

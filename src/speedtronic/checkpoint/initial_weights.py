@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint.entries import scan
 from speedtronic.checkpoint.manager import LATEST, CheckpointManager
-from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest
+from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest, reading
 from speedtronic.checkpoint.snapshot import check_files, stored_average
 from speedtronic.checkpoint.tree import decode
-from speedtronic.durable.files import FileSystem, fill, reading
+from speedtronic.durable.files import FileSystem, fill
 from speedtronic.durable.tensor_file import StoredTensor, TensorPlace, read_header, read_tensor
 from speedtronic.errors import CheckpointError
 

@@ -11,7 +11,8 @@ import json
 import math
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 import speedtronic
-from speedtronic.durable.files import FileRecord, FileSystem, read_small
+from speedtronic.durable.files import DamagedFileError, FileRecord, FileSystem, read_small
 from speedtronic.errors import CheckpointError
 
 FORMAT = 1
@@ -54,6 +55,26 @@ class NewerFormatError(CheckpointError):
 
 class UnreadableError(CheckpointError):
     """The disk would not let it be read; it may be sound, and readable the next time."""
+
+
+@contextmanager
+def damage_is_checkpoint_error() -> Iterator[None]:
+    """Report a damaged file as a CheckpointError, which is what callers of this room expect."""
+    try:
+        yield
+    except DamagedFileError as error:
+        raise CheckpointError(str(error)) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Report whatever goes wrong with a file or folder as a CheckpointError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (CheckpointError, DamagedFileError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +218,7 @@ def _read(fs: FileSystem, path: Path) -> bytes:
         return read_small(fs, path, _LARGEST_MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
-    except CheckpointError as error:
+    except DamagedFileError as error:
         raise CheckpointError(f"{path.name} is damaged: {error}") from error
     except OSError as error:
         raise UnreadableError(f"{path.name} cannot be read: {error.strerror or error}") from error

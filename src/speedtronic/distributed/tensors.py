@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from speedtronic.distributed.stores.base import Buffer
-from speedtronic.durable.files import FileSystem, replace_file
+from speedtronic.durable.files import DamagedFileError, FileSystem, replace_file
 from speedtronic.durable.tensor_file import (
     DTYPE_NAMES,
     RESERVED_NAME,
@@ -32,7 +32,7 @@ from speedtronic.durable.tensor_file import (
     read_header,
     safetensors_header,
 )
-from speedtronic.errors import CheckpointError, InputError
+from speedtronic.errors import InputError
 
 Tensors = dict[str, Tensor]
 
@@ -562,7 +562,7 @@ def _places_of(data: memoryview) -> tuple[dict[str, _Place], dict[str, str]]:
 
     try:
         header = read_header(read_into, len(data))
-    except CheckpointError as error:
+    except DamagedFileError as error:
         raise TensorFormatError(str(error)) from error
     complex_names = _complex_names(header.metadata.get(_COMPLEX, "[]"))
     places: dict[str, _Place] = {}

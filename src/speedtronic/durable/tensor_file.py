@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedtronic.errors import CheckpointError
+from speedtronic.durable.files import DamagedFileError
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -85,7 +85,7 @@ def read_tensors(read_into: Callable[[memoryview], None], size: int) -> dict[str
         size: bytes in the whole stream.
 
     Raises:
-        CheckpointError: the header is not that of a safetensors file of this size.
+        DamagedFileError: the header is not that of a safetensors file of this size.
     """
     header = read_header(read_into, size)
     return {place.name: read_tensor(read_into, place) for place in header.places}
@@ -131,14 +131,14 @@ def read_header(read_into: Callable[[memoryview], None], size: int) -> TensorHea
     """Read what stands before the data. Arguments and errors as in `read_tensors`."""
     length = struct.unpack("<Q", _read(read_into, min(8, size)).ljust(8, b"\xff"))[0]
     if length > min(_LONGEST_HEADER, size - 8):
-        raise CheckpointError("not a safetensors file: its header is longer than the file")
+        raise DamagedFileError("not a safetensors file: its header is longer than the file")
     text = _read(read_into, length)
     try:
         entries = json.loads(text)
         metadata = _metadata(entries.pop(RESERVED_NAME, None) or {})
         places = sorted(_place(name, entry) for name, entry in entries.items())
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"not a safetensors header: {type(error).__name__}: {error}") from error
+        raise DamagedFileError(f"not a safetensors header: {type(error).__name__}: {error}") from error
     _check_places(places, size - 8 - length)
     return TensorHeader(places, metadata, 8 + length)
 
@@ -149,7 +149,7 @@ def read_tensor(read_into: Callable[[memoryview], None], place: TensorPlace) -> 
         tensor = torch.empty(place.shape, dtype=place.dtype)
         data = bytes_of(tensor)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"safetensors header: cannot make {place.name!r}: {error}") from error
+        raise DamagedFileError(f"safetensors header: cannot make {place.name!r}: {error}") from error
     if tensor.numel():
         read_into(data)
     return tensor
@@ -172,15 +172,15 @@ def element_count(shape: Sequence[int], most: int) -> int:
 
 
 def _check_places(places: list[TensorPlace], data_size: int) -> None:
-    """Raise CheckpointError unless the tensors together fill the data exactly."""
+    """Raise DamagedFileError unless the tensors together fill the data exactly."""
     position = 0
     for place in places:
         size = element_count(place.shape, data_size) * place.dtype.itemsize
         if place.begin != position or place.end - position != size:
-            raise CheckpointError(f"safetensors header: {place.name!r} does not lie where its shape and dtype say")
+            raise DamagedFileError(f"safetensors header: {place.name!r} does not lie where its shape and dtype say")
         position = place.end
     if position != data_size:
-        raise CheckpointError(f"safetensors header: {position} bytes of tensors in {data_size} bytes of data")
+        raise DamagedFileError(f"safetensors header: {position} bytes of tensors in {data_size} bytes of data")
 
 
 def _place(name: str, entry: dict[str, Any]) -> TensorPlace:
