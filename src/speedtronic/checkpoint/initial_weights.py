@@ -211,8 +211,8 @@ def _is_plain_name(file: str) -> bool:
 
 def _tensors_of_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, and the names that its metadata gives to tied ones."""
-    with reading(path), FileIO(path) as file:
-        header = read_header(partial(fill, file), os.fstat(file.fileno()).st_size)
+    with reading(path):
+        header = read_header(path)
     stored = header.stored(path)
     aliases = {name: stored[kept] for name, kept in header.metadata.items() if name not in stored and kept in stored}
     return stored | aliases

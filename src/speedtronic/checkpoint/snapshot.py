@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ from speedtronic.checkpoint.manifest import (
 )
 from speedtronic.checkpoint.staging import StagingBuffer
 from speedtronic.checkpoint.tree import EncodedTree, decode, encode
-from speedtronic.durable.files import FileRecord, FileSystem, fill, no_pause, verified, write_file
+from speedtronic.durable.files import FileRecord, FileSystem, no_pause, verified, write_file
 from speedtronic.durable.tensor_file import StoredTensor, read_header, read_tensors, tensor_chunks
 from speedtronic.errors import CheckpointError
 
@@ -158,8 +156,8 @@ def stored_average(fs: FileSystem, directory: Path, trees: Mapping[str, Any]) ->
     if not names:
         return {}
     file = directory / STATE_TENSORS
-    with damage_is_checkpoint_error(), fs.open(file) as opened:
-        stored = read_header(partial(fill, opened), os.fstat(opened.fileno()).st_size).stored(file)
+    with damage_is_checkpoint_error():
+        stored = read_header(file).stored(file)
     missing = sorted(name for name in names.values() if name not in stored)
     if missing:
         raise CheckpointError(f"{STATE_TENSORS} lacks the averaged weight {missing[0]!r}")
@@ -218,7 +216,7 @@ def _fingerprint(config: Any) -> str | None:
 
 def _read_tensor_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Tensor]:
     with verified(fs, path, record) as reader:
-        return read_tensors(reader.read_into, record.size)
+        return read_tensors(path, reader.read_into, record.size)
 
 
 def _read_tree_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Any]:

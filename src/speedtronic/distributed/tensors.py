@@ -28,8 +28,9 @@ from speedtronic.durable.tensor_file import (
     DTYPE_NAMES,
     RESERVED_NAME,
     bytes_of,
+    check_tensor_bytes,
     file_order,
-    read_header,
+    parse_header,
     safetensors_header,
 )
 from speedtronic.errors import InputError
@@ -553,15 +554,9 @@ def _first_difference(entries: Mapping[str, Any], stored: Mapping[str, Form]) ->
 
 def _places_of(data: memoryview) -> tuple[dict[str, _Place], dict[str, str]]:
     """The places in safetensors data from anywhere, complex tensors among them where the metadata says so."""
-    position = 0
-
-    def read_into(buffer: memoryview) -> None:
-        nonlocal position
-        buffer[:] = data[position : position + len(buffer)]
-        position += len(buffer)
-
     try:
-        header = read_header(read_into, len(data))
+        check_tensor_bytes(bytes(data))
+        header = parse_header(bytes(_header_text(data, len(data))))
     except DamagedFileError as error:
         raise TensorFormatError(str(error)) from error
     complex_names = _complex_names(header.metadata.get(_COMPLEX, "[]"))

@@ -104,8 +104,7 @@ def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: F
         if verify:
             check_files(fs, path, manifest)
         trees = _trees(fs, path, manifest)
-        with fs.open(path / MODEL_TENSORS) as file:
-            header = read_header(partial(fill, file), manifest.files[MODEL_TENSORS].size)
+        header = read_header(path / MODEL_TENSORS)
         _check_plain(trees.get("model"), header)
         average = stored_average(fs, path, trees)
         _check_average(average, header)
