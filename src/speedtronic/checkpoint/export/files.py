@@ -106,7 +106,7 @@ def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: F
         trees = _trees(fs, path, manifest)
         header = read_header(path / MODEL_TENSORS)
         _check_plain(trees.get("model"), header)
-        average = stored_average(fs, path, trees)
+        average = stored_average(path, trees)
         _check_average(average, header)
         state = trees.get("state", {})
         config, tokenizer = (decode(state.get(part), {}) for part in ("config", "tokenizer"))
