@@ -11,11 +11,12 @@ from torch import Tensor
 from speedtronic.optimizers.adamw import adamw_step, check_group
 from speedtronic.optimizers.muon import Muon, Scale, check_options, check_shapes, muon_step, take_momenta_as_saved
 from speedtronic.optimizers.newton_schulz import Coefficients
+from speedtronic.optimizers.without_dynamo import AdamW, WithoutDynamo
 
 ParamGroup = dict[str, Any]
 
 
-class HybridOptimizer(torch.optim.Optimizer):
+class HybridOptimizer(WithoutDynamo):
     """Muon and AdamW as one `torch.optim.Optimizer` with one state: hooks, schedulers and gradient scalers see one.
 
     Each param group names its `algorithm`, "muon" or "adamw", and has the options of that one: those of `Muon`, or
@@ -81,7 +82,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             coefficients=coefficients,
             **caution,
         )
-        adamw = torch.optim.AdamW(nothing, lr, betas, eps, weight_decay, fused=fused)
+        adamw = AdamW(nothing, lr, betas, eps, weight_decay, fused=fused)
         self._options = {"muon": muon.defaults, "adamw": {**adamw.defaults, **caution}}
         super().__init__(params, {})
 
