@@ -28,7 +28,7 @@ from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, loa
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
 from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
-from speedtronic.distributed.data_share import DataShare, share_of_data
+from speedtronic.distributed.data_partition import DataPartition, data_partition_of
 from speedtronic.distributed.stores.connect import connect
 from speedtronic.errors import CheckpointError, NotBuiltError
 from speedtronic.evaluation import HeldOutLoss
@@ -294,7 +294,7 @@ def _build_data(config: SpeedtronicConfig, pin_memory: bool, logger: MetricLogge
     if not config.distributed.enabled:
         return build_data(config, pin_memory=pin_memory)
     with closing(connect(config.distributed)) as store:
-        share = share_of_data(config.distributed, store, _seed_of_data(config))
+        share = data_partition_of(config.distributed, store, _seed_of_data(config))
     data = build_data(
         config, pin_memory=pin_memory, rank=share.part, world_size=share.parts, order_seed=share.order_seed
     )
@@ -306,7 +306,7 @@ def _seed_of_data(config: SpeedtronicConfig) -> int:
     return config.data.seed if config.data.seed is not None else config.run.seed
 
 
-def _say_what_is_read(share: DataShare, config: SpeedtronicConfig, logger: MetricLogger) -> None:
+def _say_what_is_read(share: DataPartition, config: SpeedtronicConfig, logger: MetricLogger) -> None:
     if share.place is not None:
         logger.info(f"node {share.node} reads part {share.part + 1} of {share.parts} of the data")
         if share.place >= share.parts:

@@ -12,9 +12,9 @@ Buffer = bytes | bytearray | memoryview
 REQUEST_TIMEOUT = 60.0  # seconds
 PAGE = 1000  # names of a listing that are answered at once
 
-_COMPONENT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_NAME = re.compile(rf"{_COMPONENT}(/{_COMPONENT}){{0,7}}")
-_PREFIX = re.compile(rf"(|{_COMPONENT}(/{_COMPONENT}){{0,7}}/?)")
+COMPONENT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_NAME = re.compile(rf"{COMPONENT}(/{COMPONENT}){{0,7}}")
+_PREFIX = re.compile(rf"(|{COMPONENT}(/{COMPONENT}){{0,7}}/?)")
 
 
 class Entry(NamedTuple):
