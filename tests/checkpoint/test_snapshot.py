@@ -92,7 +92,17 @@ def written(folder: Path, trees: Any) -> Manifest:
     files = write_snapshot(fs, folder, taken)
     (folder / "state.json").unlink()
     files["state.json"] = write_file(fs, folder / "state.json", [json.dumps(trees).encode("ascii")])
-    return Manifest(1, 1, "0123456789abcdef", "2030-01-01T00:00:00+00:00", None, None, None, {}, files)
+    return Manifest(
+        step=1,
+        sequence=1,
+        run_id="0123456789abcdef",
+        time="2030-01-01T00:00:00+00:00",
+        loss=None,
+        eval_loss=None,
+        config_sha256=None,
+        versions={},
+        files=files,
+    )
 
 
 @pytest.mark.parametrize(

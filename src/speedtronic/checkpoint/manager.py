@@ -17,13 +17,11 @@ id, loads what `latest.json`'s run left, and never overwrites or removes what an
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +44,7 @@ from speedtronic.checkpoint.manifest import (
     Pointer,
     UnreadableError,
     current_versions,
+    damage_is_checkpoint_error,
     read_pointer,
 )
 from speedtronic.checkpoint.snapshot import (
@@ -58,17 +57,13 @@ from speedtronic.checkpoint.snapshot import (
 )
 from speedtronic.checkpoint.throttle import Throttle, background_share
 from speedtronic.durable.files import FileSystem, copy_file, ensure_directory, no_pause, replace_file, write_file
-from speedtronic.durable.processes import process_is_alive
+from speedtronic.durable.folders import clean_folder, remove_folder, temporary_beside
 from speedtronic.errors import CheckpointError
 
 LATEST = "latest.json"
-_TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
 _PICKLES = "*.pt"
 
 T = TypeVar("T")
-
-# Temporary folders that this process is filling: a process id in a name may be this one's by reuse.
-_being_written: set[Path] = set()
 
 
 def _warn(message: str) -> None:
@@ -486,8 +481,9 @@ class CheckpointManager:
         """Install a copy of another folder's checkpoint."""
 
         def fill(folder: Path) -> None:
-            for name in FILES:
-                copy_file(self._fs, source / name, folder / name, manifest.files[name])
+            with damage_is_checkpoint_error():
+                for name in FILES:
+                    copy_file(self._fs, source / name, folder / name, manifest.files[name])
             write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
 
         self.run_id = manifest.run_id
@@ -496,20 +492,14 @@ class CheckpointManager:
     def _install(self, step: int, fill: Callable[[Path], None]) -> Path:
         """Let `fill` write a folder, give it its place, and make `latest.json` name it."""
         ensure_directory(self._fs, self.directory)
-        self._clean()
-        temporary = self.directory / f".tmp-{checkpoint_name(step)}-{os.getpid()}"
-        _being_written.add(temporary)
-        try:
+        # Only a save removes what killed processes left, never a reader: a reader may be in another container or on
+        # another machine, where the process that is writing at the moment does not exist.
+        clean_folder(self._fs, self.directory, self._warn)
+        with temporary_beside(self._fs, self.directory / checkpoint_name(step)) as temporary:
             self._fs.make_directory(temporary)
             fill(temporary)
             self._fs.sync_directory(temporary)
             path = self._place(temporary, step)
-        except BaseException:  # an interrupt too leaves no half-written checkpoint; it is raised on
-            with suppress(OSError):
-                self._fs.remove_tree(temporary)
-            raise
-        finally:
-            _being_written.discard(temporary)
         pointer = Pointer(checkpoint=path.name, step=step, run_id=self.run_id)
         replace_file(self._fs, self.directory / LATEST, pointer.to_bytes())
         return path
@@ -546,39 +536,8 @@ class CheckpointManager:
         self._fs.rename(spare, target)
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint: its name in one step, its files after that."""
-        trash = self.directory / f".tmp-removed-{path.name}-{os.getpid()}"
-        if trash.exists():
-            self._fs.remove_tree(trash)
-        self._fs.rename(path, trash)
+        remove_folder(self._fs, path)
         self._sound.discard(path)
-        self._fs.remove_tree(trash)
-
-    def _clean(self) -> None:
-        """Remove what killed processes left half-written.
-
-        Only a save does this, never a reader: it may be in another container or on another machine, where the
-        process that is writing at the moment does not exist.
-        """
-        if not self.directory.is_dir():
-            return
-        for path in self.directory.iterdir():
-            if not self._is_leftover(path):
-                continue
-            try:
-                if path.is_dir() and not path.is_symlink():
-                    self._fs.remove_tree(path)
-                else:
-                    self._fs.remove_file(path)
-            except OSError as error:
-                self._warn(f"{path}, left by a process that was killed, could not be removed: {error}")
-
-    def _is_leftover(self, path: Path) -> bool:
-        match = _TEMPORARY.fullmatch(path.name)
-        if match is None:
-            return False
-        pid = int(match[1])
-        return path not in _being_written if pid == os.getpid() else not process_is_alive(pid)
 
 
 def _manifest_of(entry: CheckpointEntry) -> Manifest:

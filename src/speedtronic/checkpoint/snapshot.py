@@ -5,19 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from speedtronic.checkpoint.manifest import FILES, MODEL_TENSORS, STATE_TENSORS, STATE_TREE, Manifest
+from speedtronic.checkpoint.manifest import (
+    FILES,
+    MODEL_TENSORS,
+    STATE_TENSORS,
+    STATE_TREE,
+    Manifest,
+    damage_is_checkpoint_error,
+)
 from speedtronic.checkpoint.staging import StagingBuffer
 from speedtronic.checkpoint.tree import EncodedTree, decode, encode
-from speedtronic.durable.files import FileRecord, FileSystem, fill, no_pause, verified, write_file
+from speedtronic.durable.files import FileRecord, FileSystem, no_pause, verified, write_file
 from speedtronic.durable.tensor_file import StoredTensor, read_header, read_tensors, tensor_chunks
 from speedtronic.errors import CheckpointError
 
@@ -122,9 +127,10 @@ def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str,
         CheckpointError: a file is missing, damaged, or not what the manifest says.
         OSError: the disk failed.
     """
-    rest_tensors = _read_tensor_file(fs, directory / STATE_TENSORS, manifest.files[STATE_TENSORS])
-    model_tensors = _read_tensor_file(fs, directory / MODEL_TENSORS, manifest.files[MODEL_TENSORS])
-    trees = _read_tree_file(fs, directory / STATE_TREE, manifest.files[STATE_TREE])
+    with damage_is_checkpoint_error():
+        rest_tensors = _read_tensor_file(fs, directory / STATE_TENSORS, manifest.files[STATE_TENSORS])
+        model_tensors = _read_tensor_file(fs, directory / MODEL_TENSORS, manifest.files[MODEL_TENSORS])
+        trees = _read_tree_file(fs, directory / STATE_TREE, manifest.files[STATE_TREE])
     try:
         state = decode(trees["state"], rest_tensors)
         model = {"model": decode(trees["model"], model_tensors)} if "model" in trees else {}
@@ -150,8 +156,8 @@ def stored_average(fs: FileSystem, directory: Path, trees: Mapping[str, Any]) ->
     if not names:
         return {}
     file = directory / STATE_TENSORS
-    with fs.open(file) as opened:
-        stored = read_header(partial(fill, opened), os.fstat(opened.fileno()).st_size).stored(file)
+    with damage_is_checkpoint_error():
+        stored = read_header(file).stored(file)
     missing = sorted(name for name in names.values() if name not in stored)
     if missing:
         raise CheckpointError(f"{STATE_TENSORS} lacks the averaged weight {missing[0]!r}")
@@ -176,12 +182,11 @@ def check_files(fs: FileSystem, directory: Path, manifest: Manifest) -> None:
         CheckpointError: a file is missing, damaged, or not what the manifest says.
         OSError: the disk failed.
     """
-    buffer = memoryview(bytearray(2**20))
     for name in FILES:
         record = manifest.files[name]
-        with verified(fs, directory / name, record) as reader:
-            for start in range(0, record.size, len(buffer)):
-                reader.read_into(buffer[: record.size - start])
+        with damage_is_checkpoint_error(), verified(fs, directory / name, record) as reader:
+            for _ in reader.rest(record.size):
+                pass
 
 
 def _is_tensor(value: Any) -> bool:
@@ -211,7 +216,7 @@ def _fingerprint(config: Any) -> str | None:
 
 def _read_tensor_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Tensor]:
     with verified(fs, path, record) as reader:
-        return read_tensors(reader.read_into, record.size)
+        return read_tensors(path, reader.read_into, record.size)
 
 
 def _read_tree_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Any]:

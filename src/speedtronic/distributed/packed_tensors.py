@@ -19,15 +19,17 @@ from torch import Tensor
 from speedtronic.distributed.protocol import Blob
 from speedtronic.distributed.schema import Tensors, TensorType
 from speedtronic.distributed.stores.base import Buffer
+from speedtronic.durable.files import DamagedFileError
 from speedtronic.durable.tensor_file import (
     DTYPE_NAMES,
     RESERVED_NAME,
     bytes_of,
+    check_tensor_bytes,
     file_order,
-    read_header,
+    parse_header,
     safetensors_header,
 )
-from speedtronic.errors import CheckpointError, InputError, StoreContentError
+from speedtronic.errors import InputError, StoreContentError
 
 METADATA_LIMIT = 64 * 2**10  # bytes of a header, beyond what the tensors take in it
 LONGEST_HEADER = 16 * 2**20  # bytes; a tensor takes about 100
@@ -210,14 +212,14 @@ def metadata_of(data: Buffer, *, limit: int) -> dict[str, str]:
     Raises:
         TensorFormatError: the header is malformed or longer.
     """
-    return _without_note(_parse_header(memoryview(data), limit)[2])
+    return _without_note(_read_header(memoryview(data), limit)[2])
 
 
 def _without_note(metadata: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in metadata.items() if key != _COMPLEX}
 
 
-def _parse_header(data: memoryview, limit: int) -> tuple[memoryview, dict[str, Any], dict[str, str]]:
+def _read_header(data: memoryview, limit: int) -> tuple[memoryview, dict[str, Any], dict[str, str]]:
     """The header's text, its JSON and its metadata, if the text has at most `limit` bytes."""
     if len(data) < 8:
         raise TensorFormatError(f"it ends after {len(data)} bytes", torn=True)
@@ -248,7 +250,7 @@ def _read_expected(
     The header is not interpreted: it must equal, byte for byte, the one that `pack_tensors` writes. Offsets that
     overlap, keys that repeat and numbers beyond measure need no checks of their own.
     """
-    text, entries, metadata = _parse_header(data, longest_header(expected))
+    text, entries, metadata = _read_header(data, longest_header(expected))
     complex_note = _complex_note(name for name, type_ in expected.items() if type_.dtype.is_complex)
     canonical = dict(sorted({**_without_note(metadata), **complex_note}.items()))
     if bytes(text) != _canonical_header(expected, canonical)[8:]:
@@ -284,16 +286,10 @@ def _first_difference(entries: Mapping[str, Any], expected: Mapping[str, TensorT
 
 def _read_any(data: memoryview) -> tuple[dict[str, _StoredTensor], dict[str, str]]:
     """Read safetensors data from any writer. A tensor is complex if the metadata says so and its type allows it."""
-    position = 0
-
-    def read_into(buffer: memoryview) -> None:
-        nonlocal position
-        buffer[:] = data[position : position + len(buffer)]
-        position += len(buffer)
-
     try:
-        header = read_header(read_into, len(data))
-    except CheckpointError as error:
+        check_tensor_bytes(bytes(data))
+        header = parse_header(bytes(_read_header(data, len(data))[0]))
+    except DamagedFileError as error:
         raise TensorFormatError(str(error)) from error
     try:
         complex_names = json.loads(header.metadata.get(_COMPLEX, "[]"))
