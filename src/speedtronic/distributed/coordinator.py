@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
@@ -31,13 +30,11 @@ from speedtronic.distributed.requests import EventSink, Procedure, T, perform
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.base import Store
 from speedtronic.distributed.stores.connect import connect
-from speedtronic.distributed.threads import BackgroundThread
+from speedtronic.distributed.threads import BackgroundThread, ReportedWork
 from speedtronic.errors import (
     RunFolderError,
     StoreContentError,
-    StoreError,
     StoreRefusedError,
-    StoreUnavailableError,
 )
 from speedtronic.metrics import MetricLogger
 
@@ -307,8 +304,8 @@ class _Session:
         self._over = False
         self._store = connect(config, store, stopping=self._stopping)
         self._owns_store = store is None
-        self._uploading = _ReportedWork("the upload", self._upload, self._say)
-        self._polling = _ReportedWork("the look at the store", self._poll_and_note, self._say)
+        self._uploading = ReportedWork("the upload", self._upload, self._say)
+        self._polling = ReportedWork("the look at the store", self._poll_and_note, self._say)
         self._spool_lock = threading.Lock()
         self._poll_lock = threading.Lock()
         self._polled = threading.Event()
@@ -366,7 +363,7 @@ class _Session:
             raise self._refusal
         self._boundary_at = self._clock()
 
-    def _start_thread(self, name: str, work: _ReportedWork) -> BackgroundThread:
+    def _start_thread(self, name: str, work: ReportedWork) -> BackgroundThread:
         thread = BackgroundThread(
             f"diloco-{name}",
             work,
@@ -494,52 +491,11 @@ class _Session:
         self._say("log", {"level": level, "message": message})
 
 
-class _ReportedWork:
-    """Work with the store. An error is logged when it starts and when it is over, not at each attempt."""
-
-    def __init__(self, name: str, work: Callable[[], bool], say: EventSink) -> None:
-        self._name = name
-        self._work = work
-        self._say = say
-        self._trouble: str | None = None
-
-    def __call__(self) -> bool:
-        again = self._work()
-        if self._trouble is not None:
-            self._trouble = None
-            self._log("INFO", f"{self._name} works again")
-        return again
-
-    def attempt(self) -> None:
-        """Do it on the calling thread, which continues whatever the store answers."""
-        try:
-            self()
-        except StoreError as error:
-            self.report(error)
-
-    def report(self, error: Exception) -> None:
-        # Messages of an unavailable store differ from attempt to attempt: one kind of error is one trouble.
-        trouble = type(error).__name__ if isinstance(error, StoreUnavailableError) else str(error)
-        if trouble == self._trouble:
-            return
-        self._trouble = trouble
-        if isinstance(error, StoreUnavailableError):
-            self._log("WARNING", f"{self._name} failed and is tried again; training goes on: {error}")
-        elif isinstance(error, StoreError):
-            self._log("ERROR", f"{self._name} is refused; training goes on alone: {error}")
-        else:
-            trace = "".join(traceback.format_exception(error)).rstrip()
-            self._log("WARNING", f"{self._name} failed and is tried again:\n{trace}")
-
-    def _log(self, level: str, message: str) -> None:
-        self._say("log", {"level": level, "message": message})
-
-
 class _LocalMaster:
     """The master's work in the process of a node."""
 
     def __init__(self, loop: MasterOuterLoop, say: EventSink, *, on_version: Callable[[], None]) -> None:
-        self.work = _ReportedWork("the master's look at the store", self._look, say)
+        self.work = ReportedWork("the master's look at the store", self._look, say)
         self.thread: BackgroundThread | None = None
         self._loop = loop
         self._on_version = on_version

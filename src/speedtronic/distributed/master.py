@@ -689,7 +689,15 @@ class Master:
 
         # The outer step, then weights and momentum into the store, before the manifest that names them.
         if round_.applied:
-            self._step(round_, fraction)
+            mean = round_.mean(self._schema)
+            gradient = {name: mean[name] for name in self._schema.names("trained")}
+            self.outer.step(self._trained_weights(), gradient, fraction)
+            for name in self._schema.names("average"):
+                self.weights[name].add_(mean[name], alpha=fraction)  # (1 - f)·B + f·mean; without momentum
+            for name, value in round_.newest.items():
+                self.weights[name].copy_(value)
+            round_.sum.clear()
+            del mean, gradient  # the memory of the sums is needed for the upload
             weights = yield from publish_tensors(weights_name(version, nonce), self.weights)
             state = self.outer.tensors()
             momentum = (yield from publish_tensors(momentum_name(version, nonce), state)) if state else None
@@ -730,16 +738,6 @@ class Master:
             },
         )
         return manifest
-
-    def _step(self, round_: _Round, fraction: float) -> None:
-        """The outer step, in place. The sums are used up."""
-        mean = round_.mean(self._schema)
-        self.outer.step(self._trained_weights(), {name: mean[name] for name in self._schema.names("trained")}, fraction)
-        for name in self._schema.names("average"):
-            self.weights[name].add_(mean[name], alpha=fraction)  # (1 - f)·B + f·mean; without momentum
-        for name, value in round_.newest.items():
-            self.weights[name].copy_(value)
-        round_.sum.clear()
 
     # --- Deletions, and what is remembered of versions
 

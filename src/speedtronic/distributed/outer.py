@@ -24,8 +24,7 @@ from speedtronic.distributed.master import Master, MasterSettings, OuterOptimize
 from speedtronic.distributed.requests import EventSink, Procedure, T, perform
 from speedtronic.distributed.schema import Schema, Tensors, TensorSpec, check_same, exchanged_dtype, has_fractions
 from speedtronic.distributed.stores.base import Store
-from speedtronic.distributed.threads import BackgroundThread
-from speedtronic.errors import StoreRefusedError
+from speedtronic.distributed.threads import BackgroundThread, ReportedWork
 
 __all__ = ["MasterOuterLoop", "NesterovOuterOptimizer"]
 
@@ -344,12 +343,9 @@ class MasterOuterLoop:
         if self._thread is not None and not self._stopping.is_set():
             return
         self._stopping.clear()
+        work = ReportedWork("the master's look at the store", lambda: self.sync_once() > 0, self._say)
         self._thread = BackgroundThread(
-            "speedtronic-master",
-            lambda: self.sync_once() > 0,
-            interval=self._interval,
-            failed=self._report_failure,
-            stopping=self._stopping,
+            "speedtronic-master", work, interval=self._interval, failed=work.report, stopping=self._stopping
         )
         self._thread.start()
 
@@ -379,10 +375,6 @@ class MasterOuterLoop:
         finally:
             if self._master.head is not None:
                 self._version = self._master.head.version
-
-    def _report_failure(self, error: Exception) -> None:
-        level = "ERROR" if isinstance(error, StoreRefusedError) else "WARNING"
-        self._say("log", {"level": level, "message": f"the master could not look at {self._store.url}: {error}"})
 
 
 def _to_logging(event: str, payload: Mapping[str, Any]) -> None:

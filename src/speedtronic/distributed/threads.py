@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
+
+from speedtronic.distributed.requests import EventSink
+from speedtronic.errors import StoreError, StoreUnavailableError
 
 
 class BackgroundThread:
@@ -63,3 +67,44 @@ class BackgroundThread:
                 self._failed(error)
             if not again:
                 self._woken.wait(self._interval)
+
+
+class ReportedWork:
+    """Work with the store. An error is logged when it starts and when it is over, not at each attempt."""
+
+    def __init__(self, name: str, work: Callable[[], bool], say: EventSink) -> None:
+        self._name = name
+        self._work = work
+        self._say = say
+        self._trouble: str | None = None
+
+    def __call__(self) -> bool:
+        again = self._work()
+        if self._trouble is not None:
+            self._trouble = None
+            self._log("INFO", f"{self._name} works again")
+        return again
+
+    def attempt(self) -> None:
+        """Do it on the calling thread, which continues whatever the store answers."""
+        try:
+            self()
+        except StoreError as error:
+            self.report(error)
+
+    def report(self, error: Exception) -> None:
+        # Messages of an unavailable store differ from attempt to attempt: one kind of error is one trouble.
+        trouble = type(error).__name__ if isinstance(error, StoreUnavailableError) else str(error)
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if isinstance(error, StoreUnavailableError):
+            self._log("WARNING", f"{self._name} failed and is tried again; training goes on: {error}")
+        elif isinstance(error, StoreError):
+            self._log("ERROR", f"{self._name} is refused; training goes on alone: {error}")
+        else:
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            self._log("WARNING", f"{self._name} failed and is tried again:\n{trace}")
+
+    def _log(self, level: str, message: str) -> None:
+        self._say("log", {"level": level, "message": message})

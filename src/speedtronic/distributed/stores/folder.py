@@ -96,7 +96,7 @@ class FolderStore:
         self._ask(timeout, lambda: self._remove(path))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _ask(self, timeout: float, call: Callable[[], T]) -> T:
         try:
