@@ -179,7 +179,7 @@ def _contents(checkpoint: Path) -> _Source:
         saved = state if isinstance(state, dict) else {}
         tokenizer, config = (decode(saved.get(part), {}) for part in ("tokenizer", "config"))
     with reading(checkpoint):
-        average = stored_average(FileSystem(), checkpoint, trees)
+        average = stored_average(checkpoint, trees)
     tensors = _tensors_of_file(checkpoint / MODEL_TENSORS) | average
     return _Source(checkpoint, tensors, tokenizer, averaged=bool(average), model=_model_section(config))
 
