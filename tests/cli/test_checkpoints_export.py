@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
 from speedtronic.model.transformer import build_reference_transformer
 
 SIZES = {"vocab_size": 300, "max_seq_len": 16, "n_layer": 1, "n_head": 2, "d_model": 8}

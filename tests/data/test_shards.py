@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from speedtronic.data.shards import ShardFiles, ShardSet, ShardWriter, is_prepared, remove_leftovers
-from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import DataError
 
 TEXT = "The quick brown fox. " * 5

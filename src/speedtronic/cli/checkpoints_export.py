@@ -91,7 +91,7 @@ def _open(path: Path) -> SavedModel:
 def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str]]:
     """What the folder says of the run's tokenizer, and what is to be said about it."""
     from speedtronic.checkpoint.export.files import HuggingFaceTokenizer
-    from speedtronic.data.tokenizers.base import tokenizer_from_spec
+    from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 
     spec = model.tokenizer
     if spec is None:

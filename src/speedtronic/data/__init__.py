@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from speedtronic.data.loading.loader import TokenLoader as TokenLoader
     from speedtronic.data.shards import ShardSet as ShardSet
     from speedtronic.data.shards import ShardWriter as ShardWriter
-    from speedtronic.data.tokenizers.base import CharTokenizer as CharTokenizer
-    from speedtronic.data.tokenizers.base import CorpusCharTokenizer as CorpusCharTokenizer
     from speedtronic.data.tokenizers.base import StreamDecoder as StreamDecoder
     from speedtronic.data.tokenizers.base import Tokenizer as Tokenizer
-    from speedtronic.data.tokenizers.base import tokenizer_from_spec as tokenizer_from_spec
+    from speedtronic.data.tokenizers.chars import CharTokenizer as CharTokenizer
+    from speedtronic.data.tokenizers.chars import CorpusCharTokenizer as CorpusCharTokenizer
+    from speedtronic.data.tokenizers.from_file import tokenizer_from_spec as tokenizer_from_spec
 
 _EXPORTS = {
     "build": ("TrainingData", "build_data", "build_dataloader"),
@@ -39,7 +39,9 @@ _EXPORTS = {
     "loading.loader": ("TokenLoader",),
     "shards": ("ShardSet", "ShardWriter"),
     "loading.batch_stream": ("BatchStream", "infinite_batches"),
-    "tokenizers.base": ("CharTokenizer", "CorpusCharTokenizer", "StreamDecoder", "Tokenizer", "tokenizer_from_spec"),
+    "tokenizers.chars": ("CharTokenizer", "CorpusCharTokenizer"),
+    "tokenizers.base": ("StreamDecoder", "Tokenizer"),
+    "tokenizers.from_file": ("tokenizer_from_spec",),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
 

@@ -16,7 +16,8 @@ from speedtronic.data.loading.datasets import ShardDataset, SyntheticTokenDatase
 from speedtronic.data.loading.iterable_loader import StreamLoader
 from speedtronic.data.loading.loader import Collate, TokenLoader
 from speedtronic.data.text import check_text_file, read_text
-from speedtronic.data.tokenizers.base import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer, Tokenizer
+from speedtronic.data.tokenizers.base import Tokenizer
+from speedtronic.data.tokenizers.chars import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer
 from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.errors import ConfigError, DataError
 

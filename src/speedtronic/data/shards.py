@@ -35,7 +35,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from speedtronic.data.tokenizers.base import IdArray, Tokenizer, spec_fingerprint, tokenizer_from_spec
+from speedtronic.data.tokenizers.base import IdArray, Tokenizer, spec_fingerprint
+from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.durable.processes import process_is_alive
 from speedtronic.errors import DataError
 

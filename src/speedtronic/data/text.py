@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from speedtronic.data.tokenizers.base import CharTokenizer
+from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
 
 CHECKED_BEFORE_TRAINING = 64 * 2**20

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from speedtronic.data.prepare.sources import Input, choose_inputs, find_inputs, hub_dataset, text_file, texts
-from speedtronic.data.tokenizers.cutting import CutRule
+from speedtronic.data.tokenizers.chunking import CutRule
 from speedtronic.errors import DataError, MissingExtraError
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from speedtronic.data.prepare.token_cache import cache_folder, encode_once
 from speedtronic.data.shards import ShardSet
-from speedtronic.data.tokenizers.base import CorpusCharTokenizer
+from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
 from speedtronic.errors import DataError
 from tests.support.tokenizers import byte_level_bpe
 

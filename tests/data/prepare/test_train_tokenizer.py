@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from speedtronic.data.prepare.train_tokenizer import _without_long_words, train_tokenizer
-from speedtronic.data.tokenizers.cutting import cut_rule
+from speedtronic.data.tokenizers.chunking import cut_rule
 from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.data.tokenizers.huggingface import ByteLevelTokenizer
 from speedtronic.errors import DataError, MissingExtraError

@@ -15,8 +15,9 @@ from speedtronic.data.prepare.work_units import (
     encode_unit,
     plan,
 )
-from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer, Tokenizer
-from speedtronic.data.tokenizers.cutting import CutRule, cut_rule
+from speedtronic.data.tokenizers.base import Tokenizer
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.chunking import CutRule, cut_rule
 from speedtronic.errors import DataError
 from tests.support.tokenizers import byte_level_bpe
 

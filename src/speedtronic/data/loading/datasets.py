@@ -24,7 +24,8 @@ from torch.utils.data import Dataset, get_worker_info
 from speedtronic.data.prepare.token_cache import encode_once
 from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import ByteText, check_text_file, read_text
-from speedtronic.data.tokenizers.base import CharTokenizer, IdArray, Tokenizer, encode_pieces
+from speedtronic.data.tokenizers.base import IdArray, Tokenizer, encode_pieces
+from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
 
 Indices = Sequence[int] | npt.NDArray[np.int64]

@@ -41,9 +41,10 @@ from speedtronic.data.shards import (
     publish,
     remove_leftovers,
 )
-from speedtronic.data.tokenizers.base import CorpusCharTokenizer, Tokenizer, spec_fingerprint, tokenizer_from_spec
-from speedtronic.data.tokenizers.cutting import CutRule, cut_rule
-from speedtronic.data.tokenizers.from_file import load_tokenizer
+from speedtronic.data.tokenizers.base import Tokenizer, spec_fingerprint
+from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
+from speedtronic.data.tokenizers.chunking import CutRule, cut_rule
+from speedtronic.data.tokenizers.from_file import load_tokenizer, tokenizer_from_spec
 from speedtronic.errors import DataError
 
 CHARACTERS = "chars"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from speedtronic.data.text import check_text_file, read_pieces, whole_characters
-from speedtronic.data.tokenizers.cutting import CutRule, find_cut
+from speedtronic.data.tokenizers.chunking import CutRule, find_cut
 from speedtronic.errors import DataError, MissingExtraError
 
 PYTHON_STDLIB = "python-stdlib"

@@ -12,7 +12,7 @@ from speedtronic.data.prepare.work_units import UNIT_BYTES
 from speedtronic.data.shards import ShardSet, ShardWriter, remove_leftovers
 from speedtronic.data.text import check_text_file, read_pieces
 from speedtronic.data.tokenizers.base import Tokenizer, encode_texts, spec_fingerprint
-from speedtronic.data.tokenizers.cutting import cut_rule
+from speedtronic.data.tokenizers.chunking import cut_rule
 from speedtronic.errors import DataError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speedtronic.data.prepare.sources import DEFAULT_PATTERNS, choose_inputs, texts
-from speedtronic.data.tokenizers.cutting import encode_long
+from speedtronic.data.tokenizers.chunking import encode_long
 from speedtronic.data.tokenizers.huggingface import json_tokenizer
 from speedtronic.data.tokenizers.tiktoken import SEPARATOR
 from speedtronic.errors import DataError, MissingExtraError

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from speedtronic.data.prepare.sources import Input, Span
 from speedtronic.data.tokenizers.base import IdArray, Tokenizer, encode_texts
-from speedtronic.data.tokenizers.cutting import CutRule, encode_long
+from speedtronic.data.tokenizers.chunking import CutRule, encode_long
 from speedtronic.errors import DataError
 
 UNIT_BYTES = 2**20
