@@ -17,7 +17,8 @@ from speedtronic.cli import data, main
 from speedtronic.cli.data_prepare import progress_report
 from speedtronic.data.prepare.prepare import Progress
 from speedtronic.data.prepare.work_folder import is_resumable
-from speedtronic.data.shards import ShardFiles, ShardSet
+from speedtronic.data.shard_writer import ShardFiles
+from speedtronic.data.shards import ShardSet
 from speedtronic.data.tokenizers.base import IdArray
 from speedtronic.errors import DataError
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from speedtronic.data.loading.datasets import TokenDataset as TokenDataset
     from speedtronic.data.loading.iterable_loader import StreamLoader as StreamLoader
     from speedtronic.data.loading.loader import TokenLoader as TokenLoader
+    from speedtronic.data.shard_writer import ShardWriter as ShardWriter
     from speedtronic.data.shards import ShardSet as ShardSet
-    from speedtronic.data.shards import ShardWriter as ShardWriter
     from speedtronic.data.tokenizers.base import StreamDecoder as StreamDecoder
     from speedtronic.data.tokenizers.base import Tokenizer as Tokenizer
     from speedtronic.data.tokenizers.chars import CharTokenizer as CharTokenizer
@@ -37,7 +37,8 @@ _EXPORTS = {
     "loading.datasets": ("ShardDataset", "SyntheticTokenDataset", "TextFileTokenDataset", "TokenDataset"),
     "loading.iterable_loader": ("StreamLoader",),
     "loading.loader": ("TokenLoader",),
-    "shards": ("ShardSet", "ShardWriter"),
+    "shards": ("ShardSet",),
+    "shard_writer": ("ShardWriter",),
     "loading.batch_stream": ("BatchStream", "infinite_batches"),
     "tokenizers.chars": ("CharTokenizer", "CorpusCharTokenizer"),
     "tokenizers.base": ("StreamDecoder", "Tokenizer"),

@@ -17,7 +17,8 @@ import pytest
 
 from speedtronic.data.prepare.prepare import PreparedSummary, Progress, prepare
 from speedtronic.data.prepare.work_folder import PartialFolder, is_resumable, partial_folder
-from speedtronic.data.shards import ShardSet, ShardWriter
+from speedtronic.data.shard_writer import ShardWriter
+from speedtronic.data.shards import ShardSet
 from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
 from tests.support.tokenizers import byte_level_bpe

@@ -32,15 +32,8 @@ from speedtronic.data.prepare.work_units import (
     encode_unit,
     plan,
 )
-from speedtronic.data.shards import (
-    DEFAULT_SHARD_TOKENS,
-    VERSION,
-    ShardFiles,
-    ShardSet,
-    is_prepared,
-    publish,
-    remove_leftovers,
-)
+from speedtronic.data.shard_writer import DEFAULT_SHARD_TOKENS, ShardFiles, publish, remove_leftovers
+from speedtronic.data.shards import VERSION, ShardSet, is_prepared
 from speedtronic.data.tokenizers.base import Tokenizer, spec_fingerprint
 from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
 from speedtronic.data.tokenizers.chunking import CutRule, cut_rule
@@ -351,7 +344,7 @@ def _encode(job: _Job, start: _Start, work: PartialFolder) -> int:
                         "next": [unit.next.number, unit.next.offset],
                         "content": content.hex(),
                         "text_bytes": text_bytes,
-                        "files": files.saved(),
+                        "files": files.state_dict(),
                     }
                 )
                 noted = job.clock()

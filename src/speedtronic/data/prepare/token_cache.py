@@ -9,7 +9,8 @@ from pathlib import Path
 
 from speedtronic.data.prepare.sources import text_file
 from speedtronic.data.prepare.work_units import UNIT_BYTES
-from speedtronic.data.shards import ShardSet, ShardWriter, remove_leftovers
+from speedtronic.data.shard_writer import ShardWriter, remove_leftovers
+from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import check_text_file, read_pieces
 from speedtronic.data.tokenizers.base import Tokenizer, encode_texts, spec_fingerprint
 from speedtronic.data.tokenizers.chunking import cut_rule
