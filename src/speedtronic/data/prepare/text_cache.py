@@ -1,4 +1,4 @@
-"""A cache of encoded text, for tokenizers that give no way to seek in a text file."""
+"""A cache of encoded text, for tokenizers that cannot read a text file at any position."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "speedtronic"
 
 
-def encode_once(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
-    """The tokens of a text file, encoded once as one text and found again by content and tokenizer.
+def cached_tokens(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
+    """The tokens of a text file. It is encoded once, as one text, and found again by content and tokenizer.
 
     The file is streamed in pieces of `unit_bytes`, unless the tokenizer allows no cut.
 
@@ -42,7 +42,16 @@ def encode_once(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTE
     key = hashlib.sha256(f"{content.hexdigest()}:{spec_fingerprint(tokenizer.spec())}".encode()).hexdigest()
     folder = cache_folder() / f"text-{key[:32]}"
     try:
-        return _open_or_encode(folder, path, tokenizer, unit_bytes)
+        if folder.exists():
+            try:
+                return ShardSet(folder)
+            except DataError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise  # it cannot be read, but it may be sound
+                # Nothing else writes here: a damaged entry is worth no more than a missing one.
+                shutil.rmtree(folder)
+        _encode(path, tokenizer, folder, unit_bytes)
+        return ShardSet(folder)
     except OSError as error:
         raise DataError(
             f"cannot keep the encoded text of {path} in {folder.parent}: {error}; "
@@ -50,15 +59,7 @@ def encode_once(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTE
         ) from error
 
 
-def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer, unit_bytes: int) -> ShardSet:
-    if folder.exists():
-        try:
-            return ShardSet(folder)
-        except DataError as error:
-            if isinstance(error.__cause__, OSError):
-                raise  # it may be sound, and cannot be read
-            # Nothing but this function writes here: a damaged entry is worth no more than an absent one.
-            shutil.rmtree(folder)
+def _encode(path: Path, tokenizer: Tokenizer, folder: Path, unit_bytes: int) -> None:
     remove_leftovers(folder)
     try:
         with ShardWriter(folder, tokenizer=tokenizer) as writer:
@@ -69,4 +70,3 @@ def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer, unit_bytes: 
         # Another process may have published the same entry in the meantime.
         if not folder.exists():
             raise
-    return ShardSet(folder)
