@@ -276,7 +276,7 @@ def test_a_save_waits_for_the_one_before_it(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_waited_for_is_hurried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paced at a billionth of a processor, these saves would take years."""
+    """Throttled to a billionth of a processor, these saves would take years."""
     monkeypatch.setattr(manager_module, "background_share", lambda training_on_cpu: 1e-9)
     large = {"model": {"x": torch.zeros(3 * 2**20)}}
     manager = CheckpointManager(tmp_path)
@@ -289,16 +289,16 @@ def test_a_save_that_is_waited_for_is_hurried(tmp_path: Path, monkeypatch: pytes
     assert [entry.problem for entry in manager.entries()] == [None, None]
 
 
-def test_a_cadence_that_overtakes_the_pace_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cadence_that_overtakes_the_writer_ends_its_throttle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
 
-    def pace(share: float) -> Throttle:
+    def throttle(share: float) -> Throttle:
         shares.append(share)
         return Throttle(1.0)
 
     fs = Gate()
     manager = CheckpointManager(tmp_path, fs=fs)
-    monkeypatch.setattr(manager_module, "Throttle", pace)
+    monkeypatch.setattr(manager_module, "Throttle", throttle)
     monkeypatch.setattr(manager_module, "background_share", lambda training_on_cpu: 0.5 if training_on_cpu else 0.9)
     manager.save_async(1, state_of(1))
     threading.Timer(0.05, fs.open_gate.set).start()

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint.entries import scan
 from speedtronic.checkpoint.manager import LATEST, CheckpointManager
-from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest
+from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest, reading
 from speedtronic.checkpoint.snapshot import check_files, stored_average
 from speedtronic.checkpoint.tree import decode
-from speedtronic.durable.files import FileSystem, fill, reading
+from speedtronic.durable.files import FileSystem, fill
 from speedtronic.durable.tensor_file import StoredTensor, TensorPlace, read_header, read_tensor
 from speedtronic.errors import CheckpointError
 
@@ -179,7 +179,7 @@ def _contents(checkpoint: Path) -> _Source:
         saved = state if isinstance(state, dict) else {}
         tokenizer, config = (decode(saved.get(part), {}) for part in ("tokenizer", "config"))
     with reading(checkpoint):
-        average = stored_average(FileSystem(), checkpoint, trees)
+        average = stored_average(checkpoint, trees)
     tensors = _tensors_of_file(checkpoint / MODEL_TENSORS) | average
     return _Source(checkpoint, tensors, tokenizer, averaged=bool(average), model=_model_section(config))
 
@@ -211,8 +211,8 @@ def _is_plain_name(file: str) -> bool:
 
 def _tensors_of_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, and the names that its metadata gives to tied ones."""
-    with reading(path), FileIO(path) as file:
-        header = read_header(partial(fill, file), os.fstat(file.fileno()).st_size)
+    with reading(path):
+        header = read_header(path)
     stored = header.stored(path)
     aliases = {name: stored[kept] for name, kept in header.metadata.items() if name not in stored and kept in stored}
     return stored | aliases

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtronic.durable.tensor_file import DTYPE_NAMES, RESERVED_NAME, element_count
+from speedtronic.durable.tensor_file import DTYPE_NAMES, RESERVED_NAME
 from speedtronic.errors import CheckpointError
 
 _INT64 = range(-(2**63), 2**63)
@@ -259,9 +259,21 @@ def _decode_array(held: Any, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, A
     flat = tensors[name].numpy()
     if dtype.hasobject:
         raise ValueError(f"{name!r} claims to hold Python objects")
-    if flat.dtype != np.uint8 or element_count(shape, flat.size) * dtype.itemsize != flat.size:
+    if flat.dtype != np.uint8 or _element_count(shape, flat.size) * dtype.itemsize != flat.size:
         raise ValueError(f"{name!r} does not hold as many bytes as its shape and dtype say")
     return flat.view(dtype).reshape(shape) if flat.size else np.ndarray(shape, dtype)
+
+
+def _element_count(shape: Any, most: int) -> int:
+    """How many elements a shape from a file has. Beyond `most` it is not the exact number, which may be absurd."""
+    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError("a shape is a list of counts")
+    count = int(0 not in shape)
+    for length in shape:
+        count *= length
+        if count > most:
+            break
+    return count
 
 
 _DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {

@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from speedtronic.distributed.stores.base import Buffer
-from speedtronic.durable.files import FileSystem, replace_file
+from speedtronic.durable.files import DamagedFileError, FileSystem, replace_file
 from speedtronic.durable.tensor_file import (
     DTYPE_NAMES,
     RESERVED_NAME,
     bytes_of,
+    check_tensor_bytes,
     file_order,
-    read_header,
+    parse_header,
     safetensors_header,
 )
-from speedtronic.errors import CheckpointError, InputError
+from speedtronic.errors import InputError
 
 Tensors = dict[str, Tensor]
 
@@ -553,16 +554,10 @@ def _first_difference(entries: Mapping[str, Any], stored: Mapping[str, Form]) ->
 
 def _places_of(data: memoryview) -> tuple[dict[str, _Place], dict[str, str]]:
     """The places in safetensors data from anywhere, complex tensors among them where the metadata says so."""
-    position = 0
-
-    def read_into(buffer: memoryview) -> None:
-        nonlocal position
-        buffer[:] = data[position : position + len(buffer)]
-        position += len(buffer)
-
     try:
-        header = read_header(read_into, len(data))
-    except CheckpointError as error:
+        check_tensor_bytes(bytes(data))
+        header = parse_header(bytes(_header_text(data, len(data))))
+    except DamagedFileError as error:
         raise TensorFormatError(str(error)) from error
     complex_names = _complex_names(header.metadata.get(_COMPLEX, "[]"))
     places: dict[str, _Place] = {}

@@ -1,23 +1,30 @@
-"""Named tensors as a safetensors stream, written and read in one pass over the data.
+"""Named tensors in the safetensors format.
 
-The format (huggingface.co/docs/safetensors): eight bytes with the little-endian length of a JSON header;
-the header, which gives each name its dtype, shape and the range of its bytes; the bytes, without holes, to
-the file's end. Doing it here lets checksums be taken on the way, lets a fault be put into any write, and
-reads each tensor straight into memory of its own.
+The format (huggingface.co/docs/safetensors): eight bytes with the little-endian length of a JSON header; the header,
+which gives each name its dtype, shape and the range of its bytes; the bytes, without holes, to the file's end.
+
+Reading: the safetensors library decides whether a file is one. After that its header is trusted, and our code reads the
+bytes, because the library cannot take a checksum in the same pass, and because it maps files into memory, where a file
+that is cut meanwhile ends the process. Writing is our own, so that checksums are taken on the way and a test can let
+any write fail.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors
 import torch
 from torch import Tensor
 
-from speedtronic.errors import CheckpointError
+from speedtronic.durable.files import DamagedFileError, fill
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -39,7 +46,6 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 RESERVED_NAME = "__metadata__"
-_LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
@@ -75,20 +81,6 @@ def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def read_tensors(read_into: Callable[[memoryview], None], size: int) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors stream onto the CPU.
-
-    Args:
-        read_into: fills the buffer that it is given with the stream's next bytes.
-        size: bytes in the whole stream.
-
-    Raises:
-        CheckpointError: the header is not that of a safetensors file of this size.
-    """
-    header = read_header(read_into, size)
-    return {place.name: read_tensor(read_into, place) for place in header.places}
 
 
 class TensorPlace(NamedTuple):
@@ -127,80 +119,89 @@ class TensorHeader(NamedTuple):
         return {place.name: StoredTensor(file, self.size + place.begin, place) for place in self.places}
 
 
-def read_header(read_into: Callable[[memoryview], None], size: int) -> TensorHeader:
-    """Read what stands before the data. Arguments and errors as in `read_tensors`."""
-    length = struct.unpack("<Q", _read(read_into, min(8, size)).ljust(8, b"\xff"))[0]
-    if length > min(_LONGEST_HEADER, size - 8):
-        raise CheckpointError("not a safetensors file: its header is longer than the file")
-    text = _read(read_into, length)
+def check_tensor_file(path: Path) -> None:
+    """Raise DamagedFileError unless it is a safetensors file: its tensors fill its data as their shapes say."""
     try:
-        entries = json.loads(text)
-        metadata = _metadata(entries.pop(RESERVED_NAME, None) or {})
-        places = sorted(_place(name, entry) for name, entry in entries.items())
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+    except safetensors.SafetensorError as error:
+        raise DamagedFileError(f"not a safetensors file: {error}") from error
+
+
+def check_tensor_bytes(data: bytes) -> None:
+    """Raise DamagedFileError unless these are the bytes of a safetensors file. They are copied meanwhile."""
+    try:
+        safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # the library has no types for it
+    except safetensors.SafetensorError as error:
+        raise DamagedFileError(f"not safetensors data: {error}") from error
+
+
+def parse_header(text: bytes) -> TensorHeader:
+    """What a header says, which the safetensors library has accepted before.
+
+    Raises:
+        DamagedFileError: a tensor has a dtype that is not in `DTYPE_NAMES`.
+    """
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        metadata = entries.pop(RESERVED_NAME, None) or {}
+        places = []
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            places.append(TensorPlace(begin, end, name, _DTYPES[entry["dtype"]], entry["shape"]))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"not a safetensors header: {type(error).__name__}: {error}") from error
-    _check_places(places, size - 8 - length)
-    return TensorHeader(places, metadata, 8 + length)
+        raise DamagedFileError(f"not a safetensors header: {type(error).__name__}: {error}") from error
+    return TensorHeader(sorted(places), metadata, 8 + len(text))
+
+
+def read_header(path: Path) -> TensorHeader:
+    """What a safetensors file says of itself.
+
+    Raises:
+        DamagedFileError: it is not a safetensors file, or has a dtype that is not in `DTYPE_NAMES`.
+        OSError: it cannot be read.
+    """
+    with FileIO(path) as file:
+        check_tensor_file(path)
+        return _read_header(partial(fill, file), os.fstat(file.fileno()).st_size)
+
+
+def read_tensors(path: Path, read_into: Callable[[memoryview], None], size: int) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file in one pass over its bytes, onto the CPU.
+
+    Args:
+        path: the file, for the check of its header.
+        read_into: fills the buffer that it is given with the file's next bytes.
+        size: bytes in the file.
+
+    Raises:
+        DamagedFileError: as `read_header`.
+    """
+    check_tensor_file(path)
+    header = _read_header(read_into, size)
+    return {place.name: read_tensor(read_into, place) for place in header.places}
+
+
+def _read_header(read_into: Callable[[memoryview], None], size: int) -> TensorHeader:
+    prefix = bytearray(8)
+    read_into(memoryview(prefix))
+    # The library has checked the length. The file may have changed since: nobody allocates more than it has.
+    text = bytearray(min(struct.unpack("<Q", prefix)[0], size))
+    read_into(memoryview(text))
+    return parse_header(bytes(text))
 
 
 def read_tensor(read_into: Callable[[memoryview], None], place: TensorPlace) -> Tensor:
-    """Read the tensor at which a stream stands into memory of its own."""
+    """Read the tensor at which a stream stands, into memory of its own."""
     try:
         tensor = torch.empty(place.shape, dtype=place.dtype)
         data = bytes_of(tensor)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"safetensors header: cannot make {place.name!r}: {error}") from error
+        # The library accepts lengths of any size beside a zero.
+        raise DamagedFileError(f"safetensors header: cannot make {place.name!r}: {error}") from error
     if tensor.numel():
         read_into(data)
     return tensor
-
-
-def element_count(shape: Sequence[int], most: int) -> int:
-    """How many elements a shape from a file has. Beyond `most` it is not the exact number, which may be absurd.
-
-    Raises:
-        ValueError: these are not counts.
-    """
-    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
-        raise ValueError("a shape is a list of counts")
-    count = int(0 not in shape)
-    for length in shape:
-        count *= length
-        if count > most:
-            break
-    return count
-
-
-def _check_places(places: list[TensorPlace], data_size: int) -> None:
-    """Raise CheckpointError unless the tensors together fill the data exactly."""
-    position = 0
-    for place in places:
-        size = element_count(place.shape, data_size) * place.dtype.itemsize
-        if place.begin != position or place.end - position != size:
-            raise CheckpointError(f"safetensors header: {place.name!r} does not lie where its shape and dtype say")
-        position = place.end
-    if position != data_size:
-        raise CheckpointError(f"safetensors header: {position} bytes of tensors in {data_size} bytes of data")
-
-
-def _place(name: str, entry: dict[str, Any]) -> TensorPlace:
-    begin, end = entry["data_offsets"]
-    if not all(type(offset) is int and offset >= 0 for offset in (begin, end)):
-        raise ValueError(f"{name!r} has offsets that are not counts")
-    element_count(entry["shape"], 0)
-    return TensorPlace(begin, end, name, _DTYPES[entry["dtype"]], entry["shape"])
-
-
-def _metadata(held: Any) -> dict[str, str]:
-    if not isinstance(held, dict) or not all(isinstance(text, str) for text in held.values()):
-        raise TypeError(f"{RESERVED_NAME} is not a mapping from text to text")
-    return held
-
-
-def _read(read_into: Callable[[memoryview], None], count: int) -> bytes:
-    buffer = bytearray(count)
-    read_into(memoryview(buffer))
-    return bytes(buffer)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

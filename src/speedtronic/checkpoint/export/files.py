@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from speedtronic.checkpoint.export.llama import MODEL_NAMES, llama_config, to_llama
-from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, Manifest, read_manifest
+from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, Manifest, read_manifest, reading
 from speedtronic.checkpoint.snapshot import check_files, stored_average
 from speedtronic.checkpoint.tree import decode
 from speedtronic.config import ModelConfig
-from speedtronic.durable.files import FileSystem, ensure_directory, fill, read_small, reading, write_file
+from speedtronic.durable.files import FileSystem, fill, read_small, write_file
+from speedtronic.durable.folders import publish_folder, recover, temporary_beside
 from speedtronic.durable.tensor_file import (
     StoredTensor,
     TensorHeader,
@@ -103,10 +104,9 @@ def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: F
         if verify:
             check_files(fs, path, manifest)
         trees = _trees(fs, path, manifest)
-        with fs.open(path / MODEL_TENSORS) as file:
-            header = read_header(partial(fill, file), manifest.files[MODEL_TENSORS].size)
+        header = read_header(path / MODEL_TENSORS)
         _check_plain(trees.get("model"), header)
-        average = stored_average(fs, path, trees)
+        average = stored_average(path, trees)
         _check_average(average, header)
         state = trees.get("state", {})
         config, tokenizer = (decode(state.get(part), {}) for part in ("config", "tokenizer"))
@@ -142,8 +142,9 @@ def export_safetensors(
     metadata = {"format": "pt", "step": str(model.step), **model.header.metadata}
     names = {place.name: place.name for place in model.header.places}
     with _writing(file):
+        recover(fs, file)
         check_replaceable_file(file, replace)
-    with _writing(file), _beside(fs, file) as temporary:
+    with _writing(file), temporary_beside(fs, file) as temporary:
         write_file(fs, temporary, _stream(fs, model, names, metadata, dtype))
         fs.rename(temporary, file)
         fs.sync_directory(file.parent)
@@ -179,14 +180,14 @@ def export_llama(
     """
     fs, folder = fs or FileSystem(), Path(target).resolve()
     with _writing(folder):
+        recover(fs, folder)
         _check_replaceable_folder(folder, replace)
     files = _llama_files(fs, model, norm_eps, tokenizer, dtype)
-    with _writing(folder), _beside(fs, folder) as temporary:
+    with _writing(folder), temporary_beside(fs, folder) as temporary:
         fs.make_directory(temporary)
         for name, chunks in files.items():
             write_file(fs, temporary / name, chunks)
-        fs.sync_directory(temporary)
-        _place(fs, temporary, folder)
+        publish_folder(fs, temporary, folder, replace=replace)
     return folder
 
 
@@ -377,46 +378,6 @@ def _check_replaceable_folder(folder: Path, replace: bool) -> None:
         raise CheckpointError(f"{folder} holds {foreign[0]!r}, which is of no export; name another folder")
     if there and not replace:
         raise CheckpointError(f"{folder} holds an export already; --force replaces it")
-
-
-@contextmanager
-def _beside(fs: FileSystem, target: Path) -> Iterator[Path]:
-    """A path beside the target, where nothing is left unless the block gives it another name."""
-    ensure_directory(fs, target.parent)
-    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    _remove(fs, temporary)
-    try:
-        yield temporary
-    except BaseException:  # an interrupt too leaves nothing half-written; it is raised on
-        with suppress(OSError):
-            _remove(fs, temporary)
-        raise
-
-
-def _place(fs: FileSystem, temporary: Path, folder: Path) -> None:
-    """Give a finished folder its name. What had it goes only then, and comes back should that fail."""
-    former = folder.with_name(f".tmp-removed-{folder.name}-{os.getpid()}")
-    _remove(fs, former)
-    replaces = folder.exists()
-    if replaces:
-        fs.rename(folder, former)
-    try:
-        fs.rename(temporary, folder)
-        fs.sync_directory(folder.parent)
-    except BaseException:  # an interrupt too; it is raised on
-        if not temporary.exists():
-            fs.rename(folder, temporary)
-        if replaces:
-            fs.rename(former, folder)
-        raise
-    _remove(fs, former)
-
-
-def _remove(fs: FileSystem, path: Path) -> None:
-    if path.is_dir():
-        fs.remove_tree(path)
-    elif path.exists():
-        fs.remove_file(path)
 
 
 @contextmanager
