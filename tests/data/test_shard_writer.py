@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from speedtronic.data.shard_writer import ShardFiles, ShardWriter, remove_leftovers
+from speedtronic.data.shard_writer import ShardFiles, ShardWriter
 from speedtronic.data.shards import ShardSet
 from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
@@ -206,72 +204,19 @@ def test_writing_does_not_continue_without_a_finished_shard(
         ShardFiles(tmp_path, tokenizer=CharTokenizer(), shard_tokens=50, state=state)
 
 
-@pytest.fixture(scope="module")
-def dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, *, pid: int | None = None, host: str | None = None) -> Path:
-    """What a process that is writing `folder`, or was killed at it, has beside it."""
-    before = set(folder.parent.iterdir())
-    with monkeypatch.context() as patch:
-        if pid is not None:
-            patch.setattr("os.getpid", lambda: pid)
-        if host is not None:
-            patch.setattr("socket.gethostname", lambda: host)
-        ShardWriter(folder, tokenizer=CharTokenizer()).__enter__()
-    (partial,) = set(folder.parent.iterdir()) - before
-    return partial
-
-
-def test_leftovers_of_dead_processes_of_this_host_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_process: int
-) -> None:
-    dead = begin(tmp_path / "s", monkeypatch, pid=dead_process)
-    kept = {
-        begin(tmp_path / "s", monkeypatch),
-        begin(tmp_path / "s", monkeypatch, pid=dead_process, host="elsewhere"),
-        begin(tmp_path / "other", monkeypatch, pid=dead_process),
-    }
-
-    remove_leftovers(tmp_path / "s")
-
-    assert not dead.exists()
-    assert set(tmp_path.iterdir()) == kept
-
-
-def test_a_missing_parent_folder_has_no_leftovers(tmp_path: Path) -> None:
-    remove_leftovers(tmp_path / "none" / "s")
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_a_killed_replacement_moved_aside_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_process: int
-) -> None:
-    partial = begin(tmp_path / "s", monkeypatch, pid=dead_process)
-    make(tmp_path / "s", "old text").rename(partial.with_name(partial.name.replace("partial", "old")))
-
-    remove_leftovers(tmp_path / "s")
-
-    assert ShardSet(tmp_path / "s").tokens == len("old text") + 1
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
-
-
 def test_a_replacement_that_is_interrupted_keeps_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path / "s", "old text")
-    rename = Path.rename
+    replace = os.replace
 
-    def interrupted(path: Path, target: Path) -> Path:
-        if "partial" in path.name:
+    def interrupted(path: Path, target: Path) -> None:
+        if target.name == "s":
+            monkeypatch.undo()
             raise KeyboardInterrupt
-        return rename(path, target)
+        replace(path, target)
 
-    monkeypatch.setattr(Path, "rename", interrupted)
+    monkeypatch.setattr("os.replace", interrupted)
     with (
         pytest.raises(KeyboardInterrupt),
         ShardWriter(tmp_path / "s", tokenizer=CharTokenizer(), replace=True) as writer,

@@ -30,7 +30,7 @@ _SECONDS_BETWEEN_FRAMES = 0.1
 
 def run(args: argparse.Namespace) -> int:
     from speedtronic.data.prepare.prepare import prepare
-    from speedtronic.data.prepare.work_folder import is_resumable
+    from speedtronic.data.prepare.staging import is_resumable
     from speedtronic.data.shard_writer import DEFAULT_SHARD_TOKENS
 
     if not ConsoleStream(sys.stderr).isatty():

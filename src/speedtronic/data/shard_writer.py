@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
-import secrets
-import shutil
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +30,8 @@ from speedtronic.data.shards import (
     is_prepared,
 )
 from speedtronic.data.tokenizers.base import IdArray, Tokenizer, spec_fingerprint
-from speedtronic.durable.processes import process_is_alive
+from speedtronic.durable.files import FileSystem, sync, write_file
+from speedtronic.durable.folders import publish_folder, temporary_beside
 from speedtronic.errors import DataError
 
 DEFAULT_SHARD_TOKENS = 64 * 2**20
@@ -77,7 +73,7 @@ class _ArrayFile:
 
     def sync(self) -> None:
         self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file.fileno())
 
     def finish(self) -> str:
         """Put the whole file on the disk; returns the checksum of its entries."""
@@ -230,8 +226,9 @@ class ShardFiles:
             source=dict(source),
             shards=self._shards,
         )
-        _write_json(self._folder / TOKENIZER_SPEC, spec)
-        _write_json(self._folder / INDEX, index.model_dump())
+        # The index comes last, since a folder with an index is complete.
+        for name, content in ((TOKENIZER_SPEC, spec), (INDEX, index.model_dump())):
+            write_file(FileSystem(), self._folder / name, [json.dumps(content, indent=1).encode(), b"\n"])
 
     def close(self) -> None:
         """Close the files as they are."""
@@ -242,13 +239,6 @@ class ShardFiles:
 def _check_length(path: Path, dtype: np.dtype[Any], entries: int) -> None:
     if path.stat().st_size < file_size(dtype, entries):
         raise OSError(f"{path} is shorter than it was")
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("wb") as file:
-        file.write(json.dumps(content, indent=1).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class ShardWriter(ShardFiles):
@@ -280,67 +270,26 @@ class ShardWriter(ShardFiles):
         shard_tokens: int = DEFAULT_SHARD_TOKENS,
         replace: bool = False,
     ) -> None:
-        super().__init__(_beside(folder, "partial"), tokenizer=tokenizer, shard_tokens=shard_tokens)
+        super().__init__(folder, tokenizer=tokenizer, shard_tokens=shard_tokens)
         self.source: dict[str, Any] = {}
         self._published = folder
         self._replace = replace
 
     def __enter__(self) -> ShardWriter:
-        self._folder.mkdir(parents=True)
+        with ExitStack() as stack:
+            self._folder = stack.enter_context(temporary_beside(FileSystem(), self._published))
+            self._folder.mkdir()
+            stack.callback(self.close)
+            self._cleanup = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            if kind is None:
-                self.finish(self.source)
-                publish(self._folder, self._published, replace=self._replace)
-        finally:
-            self.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-# ---------------------------------------------------------------------- publishing a finished folder
-
-
-def publish(finished: Path, folder: Path, *, replace: bool) -> None:
-    """Rename a finished folder to `folder`, which may be an empty one or, with `replace`, a prepared one."""
-    if not (replace and is_prepared(folder)):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-        finished.rename(folder)
-        return
-    # No single call swaps two folders: move the old one aside, and back if the new one does not get its name.
-    old = _beside(folder, "old")
-    try:
-        folder.rename(old)
-        finished.rename(folder)
-    except BaseException:  # an interrupt too puts the old folder back; it is raised on
-        if not folder.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes of this host have left beside `folder` while they wrote it."""
-    pattern = re.compile(rf"\.{re.escape(folder.name)}\.(partial|old)-{_host()}-(\d+)-[0-9a-f]+")
-    # A failure here does no harm. If it also prevents writing, the writing will report it.
-    with suppress(OSError):
-        for path in list(folder.parent.iterdir()):
-            found = pattern.fullmatch(path.name)
-            if found is None or process_is_alive(int(found[2])):
-                continue
-            if found[1] == "old" and not folder.exists():
-                path.rename(folder)  # killed between the two renames of a replacement
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _beside(folder: Path, purpose: str) -> Path:
-    return folder.parent / f".{folder.name}.{purpose}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _host() -> str:
-    return hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+        if kind is not None:
+            self._cleanup.__exit__(kind, error, traceback)
+            return
+        with self._cleanup:
+            self.finish(self.source)
+            replace = self._replace and is_prepared(self._published)
+            publish_folder(FileSystem(), self._folder, self._published, replace=replace)

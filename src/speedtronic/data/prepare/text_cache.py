@@ -7,13 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
+from speedtronic.data.prepare.encode import UNIT_BYTES
 from speedtronic.data.prepare.sources import text_file
-from speedtronic.data.prepare.work_units import UNIT_BYTES
-from speedtronic.data.shard_writer import ShardWriter, remove_leftovers
+from speedtronic.data.shard_writer import ShardWriter
 from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import check_text_file, read_pieces
 from speedtronic.data.tokenizers.base import Tokenizer, encode_texts, spec_fingerprint
 from speedtronic.data.tokenizers.chunking import cut_rule
+from speedtronic.durable.files import FileSystem
+from speedtronic.durable.folders import recover
 from speedtronic.errors import DataError
 
 
@@ -60,11 +62,11 @@ def cached_tokens(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BY
 
 
 def _encode(path: Path, tokenizer: Tokenizer, folder: Path, unit_bytes: int) -> None:
-    remove_leftovers(folder)
+    recover(FileSystem(), folder)
     try:
         with ShardWriter(folder, tokenizer=tokenizer) as writer:
-            for span, _ in text_file(path, path.name).spans(0, unit_bytes, cut_rule(tokenizer)):
-                for ids in encode_texts(tokenizer, span.texts(span.raw())):
+            for chunk, _ in text_file(path, path.name).chunks(0, unit_bytes, cut_rule(tokenizer)):
+                for ids in encode_texts(tokenizer, chunk.texts(chunk.raw())):
                     writer.write(ids)
     except OSError:
         # Another process may have published the same entry in the meantime.
