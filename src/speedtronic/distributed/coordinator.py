@@ -50,9 +50,9 @@ def _now() -> str:
 class DumbDiLoCoCoordinator:
     """Trains a model together with other nodes that share nothing but a store.
 
-    It is what the trainer's `SyncCoordinator`, `PreparesState`, `CountsWork`, `MovesOn`, `HandsOver` and
-    `DecidesOnReset` ask for. No step waits for the store, unless `async_delta_upload` or `async_global_poll` is false:
-    then that part is done at boundaries on the training thread. Any role but `worker` makes versions too.
+    It has every call of the trainer's `FullCoordinator`. No step waits for the store, unless `async_delta_upload` or
+    `async_global_poll` is false: then that part is done at boundaries on the training thread. Any role but `worker`
+    makes versions too.
 
     Args:
         config: the `distributed` section.
