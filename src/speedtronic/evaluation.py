@@ -15,8 +15,8 @@ from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.errors import DataError
 from speedtronic.model import evaluation_mode
 from speedtronic.precision import PrecisionPlan
+from speedtronic.trainer.forward import Forward, batch_size_and_tokens, move_batch
 from speedtronic.trainer.loss import LossFunction, align_labels, batch_labels, count_labels
-from speedtronic.trainer.step import Forward, batch_size_and_tokens, move_batch
 
 
 class HeldOutLoss:

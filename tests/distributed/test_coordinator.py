@@ -25,8 +25,8 @@ from speedtronic.distributed.schema import Schema, snapshot
 from speedtronic.distributed.stores.base import REQUEST_TIMEOUT, Store
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import CheckpointError, RunLockedError, StoreRefusedError, StoreUnavailableError
-from speedtronic.trainer import SyncCoordinator, Trainer
-from speedtronic.trainer.sync import CountsWork, DecidesOnReset, HandsOver, MovesOn, PreparesState
+from speedtronic.trainer import Trainer
+from speedtronic.trainer.sync import FullCoordinator
 from tests.support.counting_store import CountingStore
 from tests.support.failing import Failing
 from tests.support.listening import SOON, Listening
@@ -188,9 +188,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def test_the_coordinator_is_all_that_the_trainer_looks_for(world: World) -> None:
-    coordinator = world.node().coordinator
-    for protocol in (SyncCoordinator, PreparesState, CountsWork, MovesOn, HandsOver, DecidesOnReset):
-        assert isinstance(coordinator, protocol)
+    assert isinstance(world.node().coordinator, FullCoordinator)
 
 
 def test_another_model_is_refused_and_a_compiled_one_is_the_same(world: World) -> None:

@@ -45,9 +45,9 @@ START_WAIT = 30.0
 class DumbDiLoCoCoordinator:
     """Trains a model together with other nodes that share nothing but a store.
 
-    It has every method that the trainer's `SyncCoordinator` may have. No step waits for the store, unless
-    `async_delta_upload` or `async_global_poll` is false: then that part is done at boundaries on the training thread.
-    Any role but `worker` makes versions too.
+    It has every call of the trainer's `FullCoordinator`. No step waits for the store, unless `async_delta_upload` or
+    `async_global_poll` is false: then that part is done at boundaries on the training thread. Any role but `worker`
+    makes versions too.
 
     Args:
         config: the `distributed` section.
