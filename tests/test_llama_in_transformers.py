@@ -1,4 +1,4 @@
-"""What is exported as a Llama computes in `transformers` what it computed here, and the way back.
+"""A model exported as a Llama gives the same results in `transformers`, and the other way round.
 
 All of it is marked slow: importing `transformers` takes seconds.
 """
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 def trained(**sizes: Any) -> tuple[SpeedtronicConfig, ReferenceTransformer]:
-    """A model whose every weight matters: fresh ones have norms of one and logits near zero."""
+    """A model in which every weight matters: a new model has norms of one and logits near zero."""
     config = SpeedtronicConfig.from_dict({"model": {"vocab_size": 64, "max_seq_len": 64, **sizes}})
     torch.manual_seed(11)
     model = build_reference_transformer(config.model).eval()
@@ -58,7 +58,7 @@ def exported(folder: Path, config: SpeedtronicConfig, model: ReferenceTransforme
 
 
 def loaded(folder: Path) -> Any:
-    """What `transformers` makes of a folder, when nothing is missing in it and nothing left over."""
+    """The model that `transformers` loads from a folder, with no weight missing and none unused."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert type(model) is transformers.LlamaForCausalLM

@@ -33,7 +33,7 @@ def plan(mode: Any = "bf16", device_type: str = "cuda") -> PrecisionPlan:
 
 
 def config(**sections: Any) -> SpeedtronicConfig:
-    """Aligned in every size, unless told otherwise."""
+    """A configuration with aligned sizes, except those given."""
     tree: dict[str, dict[str, Any]] = {
         "model": {"vocab_size": 64, "max_seq_len": 64},
         "data": {"micro_batch_size": 8, "target_batch_size": 8},
@@ -57,7 +57,7 @@ def codes(report: ShapeReport) -> list[str]:
     return [warning.code for warning in report.warnings]
 
 
-# What brings each warning out: configuration, model, and its field, value and suggestion.
+# For each warning, a configuration and a model that cause it, and the field, value and suggestion to expect.
 CASES: dict[str, tuple[dict[str, Any], nn.Module, str, int, int | None]] = {
     "batch_alignment": (
         {"data": {"micro_batch_size": 12, "target_batch_size": 48}},
@@ -260,7 +260,7 @@ def test_the_vocabulary_is_not_taken_for_a_width_of_the_model(tied: bool) -> Non
 
 
 class Named(nn.Module):
-    """A model that says its dimensions itself, beside a layer that it would be judged by otherwise."""
+    """A model that names its dimensions itself, and has a layer that would be checked otherwise."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from speedtronic.metrics.appendfile import AppendFile
 
 
 class Short(io.FileIO):
-    """Takes a few bytes of each write, as a disk does that runs full."""
+    """Writes only a few bytes of each write, like a disk that runs full."""
 
     def write(self, data: object) -> int:  # type: ignore[override]
         assert isinstance(data, bytes)

@@ -33,7 +33,7 @@ def test_records_below_the_level_are_not_shown() -> None:
 
 
 class Counting(io.StringIO):
-    """A stream whose every write fails."""
+    """A stream that fails on every write, and counts the writes."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A hook that hangs or is slow holds nobody up for long; one that is well is heard before the sender goes on."""
+"""A hook that hangs or is slow does not hold up the sender for long; the sender waits for any other hook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 30.0  # seconds of patience that nothing here uses up
 
 
 class Hanging:
-    """A hook that does not come back until it is let go."""
+    """A hook that does not return until the test lets it go."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -113,7 +113,7 @@ def test_the_queue_of_a_hanging_hook_is_bounded(
 
 
 def test_patience_is_for_all_events_together(thread_of: Callable[..., HookThread], messages: list[str]) -> None:
-    """A hook that takes a part of it each time is left behind as surely as one that hangs."""
+    """A hook that uses a part of it on each event falls behind like a hook that hangs."""
     stopped = threading.Event()
     thread = thread_of(lambda event, payload: stopped.wait(SOON), 3 * SOON)
     for _ in range(20):

@@ -27,7 +27,7 @@ class AsciiTerminal(io.TextIOWrapper):
 
 
 class HungUp(Terminal):
-    """A terminal whose window is closed after the first step."""
+    """A terminal that is closed after the first step."""
 
     def write(self, text: str) -> int:
         if "step 1/4" in self.getvalue():

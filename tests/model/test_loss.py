@@ -10,7 +10,7 @@ from tests.support.cases import case
 
 
 def plain_nll(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
-    """Sum and count by scalar arithmetic, one position after the other."""
+    """Sum and count in scalar arithmetic, one position after another."""
     total, count = 0.0, 0
     for row, targets in zip(logits.tolist(), labels.tolist(), strict=True):
         for scores, target in zip(row, targets, strict=False):

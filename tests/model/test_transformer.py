@@ -48,15 +48,14 @@ def tokens(batch: int = 2, length: int = 12, seed: int = 3) -> Tensor:
 
 
 def enlarge(model: nn.Module) -> None:
-    """Weights far from their small start, so that attention is far from uniform and a wrong rule shows."""
+    """Make the weights large, so that attention is far from uniform and a wrong formula shows."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
 
 
-# An independent model, written out in float64: one head at a time, keys and values picked by hand, pairs
-# turned as complex numbers.
+# An independent model in float64: one head at a time, keys and values picked by hand, pairs rotated as complex numbers.
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -102,7 +101,7 @@ def plain_swiglu(mlp: SwiGLU, x: Tensor) -> Tensor:
 
 
 def plain_ngrams(model: ReferenceTransformer, row: Tensor) -> Tensor:
-    """What is added to the embedding of each token of one document without padding."""
+    """The n-gram embeddings of each token, for one document without padding."""
     tables = model.transformer["ngrams"].tables if model.config.ngram_order > 1 else []
     added = torch.zeros(len(row), model.config.d_model, dtype=torch.float64)
     for position in range(len(row)):
@@ -184,7 +183,7 @@ def test_a_projection_that_was_replaced_or_has_hooks_is_called_on_its_own() -> N
 
 
 class Quantised(Tensor):
-    """A weight that cannot be laid beside others, and counts the products that it is in."""
+    """A weight that cannot be concatenated with others, and counts its products."""
 
     products = 0
 
@@ -205,7 +204,7 @@ def test_a_projection_with_its_own_forward_or_weight_type_is_called_on_its_own()
     attention.q_proj.weight = nn.Parameter(attention.q_proj.weight.detach().as_subclass(Quantised))
     torch.testing.assert_close(model(tokens())["logits"], expected)
     assert Quantised.products == 1
-    # As programs that move weights between devices put it there.
+    # Programs that move weights between devices set `forward` like this.
     attention.k_proj.forward = lambda x: 0 * x[..., : attention.k_proj.out_features]  # type: ignore[method-assign]
     assert not torch.equal(model(tokens())["logits"], expected)
 
@@ -519,7 +518,7 @@ def test_left_padding_with_a_mask_equals_no_padding() -> None:
             )
 
 
-# Two rows into which documents of these lengths are packed.
+# Two rows, each packed with documents of these lengths.
 PACKED = ((5, 4, 3), (1, 11))
 
 

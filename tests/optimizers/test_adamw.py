@@ -1,4 +1,4 @@
-"""AdamW and cautious AdamW: the formula, torch's own optimizer, and what a step leaves alone."""
+"""AdamW and cautious AdamW: the formula, torch's own optimizer, memory, state and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESCALE = pytest.mark.parametrize("rescale", [False, True], ids=["", "rescale"])
 
 
 class PlainAdamW:
-    """AdamW in float64, one parameter after another, as the formula stands."""
+    """The formula of AdamW in float64, one parameter after another."""
 
     def __init__(
         self, weights: Sequence[Tensor], *, cautious: bool, rescale: bool = False, maximize: bool = False
@@ -50,7 +50,7 @@ class PlainAdamW:
 
 
 def weights_of_all_kinds(dtype: torch.dtype) -> list[nn.Parameter]:
-    """No dimension, nothing in it, one piece, several pieces, other orders of memory, and gaps in the memory."""
+    """No dimension, no elements, one piece, several pieces, other memory orders, and gaps in the memory."""
     draw = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -74,7 +74,7 @@ def draw_gradients(weights: Sequence[Tensor], step: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(100 + step)
     gradients = [torch.randn(w.shape, generator=draw, dtype=torch.float64).to(w.dtype) for w in weights]
     for gradient in gradients:
-        # A row without a gradient, as of a token that is not in the batch.
+        # Rows without a gradient, like those of tokens that are not in the batch.
         if gradient.ndim == 2:
             gradient[step % 2 :: 2, :1] = 0.0
     return gradients
@@ -83,7 +83,7 @@ def draw_gradients(weights: Sequence[Tensor], step: int) -> list[Tensor]:
 def give_gradients(weights: Sequence[Tensor], step: int, scale: float = 1.0) -> list[Tensor]:
     gradients = draw_gradients(weights, step)
     for weight, gradient in zip(weights, gradients, strict=True):
-        # Autograd lays a gradient out as its parameter.
+        # Autograd gives a gradient the memory layout of its parameter.
         weight.grad = torch.empty_like(weight).copy_(gradient * scale)
     return gradients
 
@@ -102,7 +102,7 @@ def everything(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def bits(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors as bytes, in which 0 and -0 differ and what is not a number equals itself."""
+    """The tensors as bytes: there, 0 and -0 differ, and NaN equals itself."""
     return [tensor.detach().reshape(-1).view(torch.uint8).clone() for tensor in tensors]
 
 
@@ -540,7 +540,7 @@ def test_the_plain_step_obeys_found_inf_and_grad_scale_as_torchs_does() -> None:
 
 
 def peak_of(step: Callable[[], object]) -> int:
-    """The most bytes that `step` holds at one time beyond what it began with, by torch's own allocator."""
+    """The most bytes that `step` holds at one time, above those held before, as torch's own allocator counts them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     held = peak = 0
@@ -563,7 +563,7 @@ def test_a_step_holds_no_second_copy_of_the_parameters(
     train(optimizer, 1)
     give_gradients(weights, 1)
     peak = peak_of(optimizer.step)
-    # Two buffers, and what the passes over one piece make.
+    # Two buffers, and the temporaries of the passes over one piece.
     assert 2 * 4 * piece <= peak <= 7 * 4 * piece
     assert peak_of(lambda: [weight.detach().clone() for weight in weights]) > 10 * peak
 
@@ -571,13 +571,13 @@ def test_a_step_holds_no_second_copy_of_the_parameters(
 # ---------------------------------------------------------------------- compiled
 
 
-# What torch's compiler imports is deprecated in torch itself.
+# torch's compiler imports a module that torch itself has deprecated.
 COMPILER_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
 @pytest.fixture
 def compiles_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The compiler makes code of its own for a size of one.
+    # Not 1: the compiler compiles again for a size of one.
     monkeypatch.setattr(adamw, "COMPILED_FROM", 2)
 
 

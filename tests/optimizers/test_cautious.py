@@ -289,7 +289,7 @@ def test_its_state_dict_is_the_bases() -> None:
             assert_equal(weights_of(other), weights_of(optimizer))
 
 
-# Adagrad makes its state when it is built, and cannot be without.
+# Adagrad makes its state when it is built, and cannot step without it.
 def test_clearing_the_state_starts_the_base_over() -> None:
     for name in sorted(BASES.keys() - {"adagrad"}):
         with case(name):
@@ -418,7 +418,7 @@ def test_a_base_that_evaluates_more_than_once_may() -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_step_that_overshoots_is_kept_because_it_went_down_the_first_gradient(set_to_none: bool) -> None:
-    """At 1.0 the slope of x² is 2; LBFGS goes to -0.5, where it is -1 and would disagree."""
+    """At 1.0 the slope of x² is 2. LBFGS goes to -0.5, where the slope is -1 and would disagree."""
     weight, twin = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     base = torch.optim.LBFGS([twin], lr=1.5, max_iter=2)
     optimizer = CautiousOptimizer(torch.optim.LBFGS([weight], lr=1.5, max_iter=2))

@@ -1,4 +1,4 @@
-"""Optimizers from a configuration: ownership, weight decay, fused construction and its fallback, every option set."""
+"""Optimizers from a configuration: ownership, weight decay, the fused kernel and its fallback, every option set."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class ConvolutionalNet(nn.Module):
-    """Images (B, 1, 6, 6) to scores (B, 3), through a norm, hidden layers of which two are tied, and a frozen one."""
+    """Images (B, 1, 6, 6) to scores (B, 3), with a norm, two tied hidden layers, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ def built(model: nn.Module, keys: dict[str, Any]) -> torch.optim.Optimizer:
 
 
 def convolutional() -> tuple[nn.Module, Tensor]:
-    """The net and a loss of it, the same each time."""
+    """The model and its loss, the same each time."""
     torch.manual_seed(0)
     model = ConvolutionalNet()
     return model, model(torch.randn(4, 1, 6, 6)).square().mean()
@@ -430,7 +430,7 @@ def assert_same(first: nn.Module, second: nn.Module) -> None:
 
 
 class ResetsAfterTwo:
-    """A coordinator that asks for a reset after the second step, and notes how much state there was after each."""
+    """A coordinator that asks for a reset after the second step, and notes the size of the state after each step."""
 
     def __init__(self) -> None:
         self.held: list[int] = []

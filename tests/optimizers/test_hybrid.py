@@ -1,4 +1,4 @@
-"""Muon and AdamW as one optimizer: its arithmetic, and all that torch lets one do with an optimizer."""
+"""Muon and AdamW as one optimizer: its arithmetic, and everything else that torch expects of an optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Weights:
-    """Two matrices for Muon, a matrix and a vector for AdamW, and gradients that are functions of the step."""
+    """Two matrices for Muon, a matrix and a vector for AdamW, and gradients that depend only on the step."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Muon against a plain fp64 implementation and torch's; stacks, split weights, held-back steps, state and errors."""
+"""Muon against a plain fp64 implementation and torch's; stacks, split weights, skipped steps, state and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bits(tensor: Tensor) -> bytes:
 
 # ---------------------------------------------------------------------- the plain implementation
 
-# arXiv 2505.16932, but stretched by a ten-thousandth.
+# arXiv 2505.16932; the table below adds the margin of 1.0001.
 POLAR_EXPRESS = [
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -304,7 +304,7 @@ def test_a_step_makes_no_copy_of_all_parameters() -> None:
 
 
 def peak_bytes(profiled: torch.profiler.profile) -> int:
-    """The most bytes that were held at once, above what was held at the start."""
+    """The most bytes held at one time, above those held at the start."""
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -390,12 +390,12 @@ def test_an_empty_matrix_is_left_alone() -> None:
     assert not torch.equal(weights[1].detach(), normal(4, 4))
 
 
-# ---------------------------------------------------------------------- steps that are held back
+# ---------------------------------------------------------------------- skipped steps
 
 
 @pytest.fixture(params=["host", "device"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether the verdict is read, as that on the CPU is, or obeyed without reading it, as on other devices."""
+    """Where `found_inf` is: the step reads it on the host; on a device it obeys without reading it."""
     if request.param == "device":
         monkeypatch.setattr(module, "_is_on_host", lambda tensor: False)
     return str(request.param)
@@ -773,7 +773,7 @@ def test_a_gpu_steps_like_the_cpu_and_obeys_found_inf_on_the_device(options: dic
         optimizer.step()
         on_device.found_inf = torch.zeros((), device="cuda")
         on_device.step()
-    # In bf16 the singular values differ by up to 0.02 each, and under `cautious` the sign of a small entry may.
+    # In bf16 the singular values differ by up to 0.02 each. With `cautious`, the sign of a small entry may differ too.
     if not options.get("cautious", False):
         for weight, twin in zip(weights, twins, strict=True):
             torch.testing.assert_close(twin.detach().cpu(), weight.detach(), atol=0.02, rtol=0)

@@ -17,13 +17,13 @@ from torch import Tensor
 from speedtronic.optimizers.newton_schulz import newton_schulz, orthogonalization_dtype, orthogonalize
 from tests.support.cases import case
 
-# The package exports the function of the same name.
+# An import by name would give the function that the package exports under this name.
 module = import_module("speedtronic.optimizers.newton_schulz")
 
 Name = Literal["quintic", "polar_express"]
 NAMES: tuple[Name, ...] = ("quintic", "polar_express")
 
-# Singular values that start at 0.005 of the norm or above end here, after so many steps.
+# (coefficients, steps, low, high): singular values that start at 0.005 of the norm or above end between low and high.
 BANDS: list[tuple[Name, int, float, float]] = [
     ("quintic", 5, 0.68, 1.16),
     ("quintic", 6, 0.68, 1.14),
@@ -52,7 +52,7 @@ def polar_factor(matrix: Tensor) -> Tensor:
 
 
 def plain(matrix: Tensor, steps: int) -> Tensor:
-    """The quintic iteration as it is written down, in fp64."""
+    """The formula of the quintic iteration, in fp64."""
     x = matrix.double()
     x = x.T if x.shape[0] > x.shape[1] else x
     x = x / max(float(x.norm()), 1e-7)
@@ -115,7 +115,7 @@ def test_missing_directions_of_a_low_rank_matrix_stay_missing() -> None:
                 rows, columns = shape
                 for rank in (1, 3):
                     matrix = normal(rows, rank, seed=rank) @ normal(rank, columns, seed=rank + 1)
-                    # The product was rounded to fp32, so that even in fp64 what is absent is there at 1e-8.
+                    # The product is rounded to fp32, so even in fp64 the missing singular values are about 1e-8.
                     for dtype in (torch.float32, torch.float64):
                         values = torch.linalg.svdvals(newton_schulz(matrix.to(dtype), 8, coefficients=name))
                         assert values[:rank].min() > 0.68
@@ -191,7 +191,7 @@ def test_a_batch_equals_its_matrices_one_by_one(
     result = orthogonalize(stack, coefficients=name)
     assert result.shape == stack.shape
     singles = [newton_schulz(one, coefficients=name) for one in stack.reshape(-1, rows, columns)]
-    # In the middle of an ill-conditioned matrix's way up, rounding differs with the blocking of the products.
+    # While small singular values of an ill-conditioned matrix grow, rounding depends on the blocks of the products.
     torch.testing.assert_close(result.reshape(-1, rows, columns), torch.stack(singles), atol=5e-5, rtol=0)
 
 

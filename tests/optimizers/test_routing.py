@@ -1,4 +1,4 @@
-"""Which parameters go to Muon and which to AdamW: names, roles, ties, splits, and models of others."""
+"""Which parameters go to Muon and which to AdamW: names, roles, ties, splits, and models of libraries."""
 
 from __future__ import annotations
 
