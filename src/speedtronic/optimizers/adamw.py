@@ -26,6 +26,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from speedtronic.optimizers.cautious import refuse_complex, refuse_sparse, rescale_factor, where_positive
+from speedtronic.optimizers.without_dynamo import WithoutDynamo
 
 # Elements of one piece, which bound the memory of a cautious step: two buffers of this size, a third if small weights
 # share a piece, and with `rescale` four more for a short time. On a CPU the buffers stay in the cache. On a GPU, larger
@@ -39,7 +40,7 @@ COMPILED_FROM = 2**17
 _Kernel = Callable[..., None]
 
 
-class CautiousAdamW(torch.optim.AdamW):
+class CautiousAdamW(WithoutDynamo, torch.optim.AdamW):
     """`torch.optim.AdamW` that leaves out the entries of its update that go up the gradient (arXiv 2411.16085).
 
     Weight decay is not masked. Arguments and state dict are those of `torch.optim.AdamW`, and each class loads what the

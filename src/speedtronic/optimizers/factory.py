@@ -15,6 +15,7 @@ from speedtronic.errors import ConfigError
 from speedtronic.optimizers.adamw import COMPILED_FROM, CautiousAdamW
 from speedtronic.optimizers.hybrid import HybridOptimizer
 from speedtronic.optimizers.routing import route_parameters
+from speedtronic.optimizers.without_dynamo import AdamW
 from speedtronic.precision import supports_fused_adamw
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def build_adamw(
         }
         if config.cautious:
             return CautiousAdamW(_copies(groups), rescale=config.cautious_rescale, compiled=compiled, **options)
-        return torch.optim.AdamW(_copies(groups), **options)
+        return AdamW(_copies(groups), **options)
 
     return _fused_where_possible(construct, config, device, groups)
 

@@ -18,11 +18,12 @@ from speedtronic.optimizers.muon import (
     muon_step,
 )
 from speedtronic.optimizers.newton_schulz import Coefficients
+from speedtronic.optimizers.without_dynamo import AdamW, WithoutDynamo
 
 ParamGroup = dict[str, Any]
 
 
-class HybridOptimizer(torch.optim.Optimizer):
+class HybridOptimizer(WithoutDynamo):
     """Muon and AdamW as one `torch.optim.Optimizer` with one state: hooks, schedulers and gradient scalers see one.
 
     Each param group names its `algorithm`, "muon" or "adamw", and has the options of that algorithm: those of `Muon`,
@@ -89,7 +90,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             coefficients=coefficients,
             **caution,
         )
-        adamw = torch.optim.AdamW(dummy, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+        adamw = AdamW(dummy, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
         self._options = {"muon": muon.defaults, "adamw": {**adamw.defaults, **caution}}
         super().__init__(params, {})
 

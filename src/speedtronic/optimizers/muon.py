@@ -29,6 +29,7 @@ from torch.optim.optimizer import ParamsT
 
 from speedtronic.optimizers.cautious import agreeing, refuse_sparse
 from speedtronic.optimizers.newton_schulz import Coefficients, orthogonalize
+from speedtronic.optimizers.without_dynamo import WithoutDynamo
 
 Scale = Literal["original", "match_rms_adamw"]
 Normalization = Literal["none", "row", "col", "row_col", "col_row"]
@@ -39,7 +40,7 @@ _STACK_ELEMENTS = {"cpu": 2**21}
 _STACK_ELEMENTS_ELSEWHERE = 2**24
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(WithoutDynamo):
     """Muon over 2-D parameters; the formula is in the module's docstring. Other parameters belong to another optimizer.
 
     The state of a parameter is `momentum_buffer`, of its shape, in fp32, or in fp64 for fp64 parameters. 16-bit weights
