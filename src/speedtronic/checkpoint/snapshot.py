@@ -133,7 +133,7 @@ def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str,
     with damage_is_checkpoint_error():
         rest_tensors = _read_tensor_file(fs, directory / STATE_TENSORS, manifest.files[STATE_TENSORS])
         model_tensors = _read_tensor_file(fs, directory / MODEL_TENSORS, manifest.files[MODEL_TENSORS])
-        trees = _read_tree_file(fs, directory / STATE_TREE, manifest.files[STATE_TREE])
+    trees = read_trees(fs, directory, manifest)
     try:
         state = decode(trees["state"], rest_tensors)
         model = {"model": decode(trees["model"], model_tensors)} if "model" in trees else {}
@@ -144,19 +144,50 @@ def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str,
     return {**state, **model}
 
 
+def read_trees(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """The contents of `state.json`, compared with the manifest: the encoded state, and in `model` that of the model.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or does not hold a state.
+        OSError: the disk failed.
+    """
+    record = manifest.files[STATE_TREE]
+    if record.size > _LARGEST_TREE:
+        raise CheckpointError(f"{STATE_TREE} is damaged: it is larger than {_LARGEST_TREE} bytes")
+    text = bytearray(record.size)
+    with damage_is_checkpoint_error(), verified(fs, directory / STATE_TREE, record) as reader:
+        reader.read_into(memoryview(text))
+    try:
+        trees = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{STATE_TREE} is damaged: {error}") from error
+    if not isinstance(trees, dict) or "state" not in trees:
+        raise CheckpointError(f"{STATE_TREE} does not hold a state")
+    return trees
+
+
+def saved_parts(trees: Mapping[str, Any], *names: str) -> list[Any]:
+    """Parts of the state that hold no tensors, such as the configuration; None for each that it lacks.
+
+    Raises:
+        CheckpointError: a part is malformed, or holds a tensor.
+    """
+    state = trees["state"] if isinstance(trees["state"], dict) else {}
+    return [decode(state.get(name), {}) for name in names]
+
+
 def stored_average(directory: Path, trees: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Where the averaged weights of `optimizer.ema` are, by the model's names; empty where the run kept no average.
 
     Args:
         directory: the checkpoint's folder.
-        trees: the contents of its `state.json`.
+        trees: what `read_trees` returned.
 
     Raises:
         CheckpointError: something in the average is not a plain tensor, or is missing from the file.
         OSError: the disk failed.
     """
-    state = trees.get("state")
-    average = state.get("ema") if isinstance(state, dict) else None
+    average = trees["state"].get("ema") if isinstance(trees["state"], dict) else None
     if average is None:
         return {}
     if not isinstance(average, dict) or not all(map(_is_plain_tensor, average.values())):
@@ -207,18 +238,3 @@ def _finite(metrics: Any, name: str) -> float | None:
 def _read_tensor_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Tensor]:
     with verified(fs, path, record) as reader:
         return read_tensors(path, reader.read_into, record.size)
-
-
-def _read_tree_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Any]:
-    if record.size > _LARGEST_TREE:
-        raise CheckpointError(f"{path.name} is damaged: it is larger than {_LARGEST_TREE} bytes")
-    text = bytearray(record.size)
-    with verified(fs, path, record) as reader:
-        reader.read_into(memoryview(text))
-    try:
-        trees = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}") from error
-    if not isinstance(trees, dict) or "state" not in trees:
-        raise CheckpointError(f"{path.name} does not hold a state")
-    return trees

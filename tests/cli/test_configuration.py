@@ -7,6 +7,9 @@ import pytest
 
 from speedtronic.cli import main
 from speedtronic.config import SpeedtronicConfig, load_config
+from speedtronic.config.reference import json_schema, markdown
+
+# ---------------------------------------------------------------------- validate
 
 
 @pytest.fixture
@@ -16,7 +19,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_it_prints_the_resolved_configuration_as_yaml(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_prints_the_resolved_configuration_as_yaml(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", file]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -25,13 +28,13 @@ def test_it_prints_the_resolved_configuration_as_yaml(file: str, capsys: pytest.
     assert printed.to_dict().keys() == SpeedtronicConfig().to_dict().keys()
 
 
-def test_it_prints_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_prints_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", file, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["max_steps"] == 3
 
 
 @pytest.mark.parametrize("form", ["yaml", "json"])
-def test_it_hides_secrets(form: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_hides_secrets(form: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--format", form, file]) == 0
     out, _ = capsys.readouterr()
     assert "hf_verysecret" not in out
@@ -63,3 +66,22 @@ def test_a_wrong_override_exits_with_2(file: str, capsys: pytest.CaptureFixture[
 def test_a_missing_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", str(tmp_path / "none.yaml")]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path / 'none.yaml'}: no such file\n"
+
+
+# ---------------------------------------------------------------------- schema
+
+
+@pytest.mark.parametrize("arguments", [["schema"], ["schema", "--format", "json"]])
+def test_schema_prints_the_json_schema(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema()
+
+
+def test_schema_prints_the_reference_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--format", "markdown"]) == 0
+    assert capsys.readouterr().out == markdown()
+
+
+def test_another_format_is_bad_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--format", "xml"]) == 2
+    assert "invalid choice: 'xml'" in capsys.readouterr().err
