@@ -18,7 +18,7 @@ from speedtronic.config import SpeedtronicConfig
 from speedtronic.distributed import DumbDiLoCoCoordinator
 from speedtronic.distributed.delta import DeltaHeader, read_header
 from speedtronic.distributed.outer import MasterOuterLoop
-from speedtronic.distributed.tensors import Schema, snapshot
+from speedtronic.distributed.schema import Schema, snapshot
 from speedtronic.errors import RunLockedError, StoreUnavailableError
 from speedtronic.metrics import MetricLogger
 from speedtronic.metrics.events import EVENTS
@@ -128,9 +128,9 @@ def a_kill_instead_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     stop = DumbDiLoCoCoordinator.stop
 
     def vanish(coordinator: DumbDiLoCoCoordinator) -> None:
-        life, coordinator._life = coordinator._life, None
-        if life is not None:
-            life.end(0.0)
+        session, coordinator._session = coordinator._session, None
+        if session is not None:
+            session.end(0.0)
 
     monkeypatch.setattr(DumbDiLoCoCoordinator, "stop", vanish)
     return lambda: monkeypatch.setattr(DumbDiLoCoCoordinator, "stop", stop)

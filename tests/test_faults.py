@@ -197,7 +197,7 @@ def test_a_hook_that_hangs_does_not_stop_training(never: threading.Event, tmp_pa
     assert [line["step"] for line in lines if line["event"] == "train_step"] == list(range(1, 21))
     warnings = [line["message"] for line in lines if line["event"] == "log"]
     assert "takes too long, now on" in warnings[0]
-    assert "has not come back" in warnings[1]
+    assert "has not returned" in warnings[1]
 
 
 def test_a_hook_that_fails_each_time_does_not_stop_training(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""A dataset of one's own: sums such as `17+25=42`, written out digit by digit.
+"""Your own dataset: sums such as `17+25=042`, with one token for each digit.
 
 `custom_data.yaml` names the function `make`. It is called with the `data` section and returns the training and the
-validation part, two `torch.utils.data.Dataset`s. A sample is what the model's `forward` takes.
+validation part, two `torch.utils.data.Dataset`s. A sample holds the arguments of the model's `forward`.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ IGNORED = -100
 
 
 class Sums(Dataset):
-    """Sample i is the sum number i; only its result is a target."""
+    """Sample i is sum number i. Only its result is a target."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.terms = np.random.default_rng(seed).integers(0, 100, (count, 2))
@@ -26,7 +26,7 @@ class Sums(Dataset):
         first, second = self.terms[index]
         question, answer = f"{first:02}+{second:02}=", f"{first + second:03}\n"
         ids = np.array([ALPHABET.index(character) for character in question + answer])
-        labels = ids[1:].copy()  # aligned: label t is what follows input t
+        labels = ids[1:].copy()  # aligned: label t is the token after input t
         labels[: len(question) - 1] = IGNORED
         return {"input_ids": ids[:-1], "labels": labels}
 

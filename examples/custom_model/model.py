@@ -1,7 +1,7 @@
-"""A model of one's own: a gated recurrent network over bytes.
+"""Your own model: a gated recurrent network over bytes.
 
-The decorator gives it the name that `custom_model.yaml` asks for. A factory is called with the `model` section, and
-with the keys of `model.extra` as keyword arguments.
+The decorator gives it the name that `custom_model.yaml` uses. The factory, here the class itself, is called with the
+`model` section, and with the keys of `model.extra` as keyword arguments.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""A model of a library: a Llama of Hugging Face's `transformers`, built from sizes, without a download.
+"""A model from a library: a Llama of Hugging Face's `transformers`, built from its sizes, without a download.
 
-The trainer sees that `forward` hands further keywords on to a loss, and gives it the aligned labels as `shift_labels`,
-so that the model does not shift them once more.
+Its `forward` passes further keywords on to a loss. The trainer finds that out and gives it the aligned labels as
+`shift_labels`, so that the model does not shift them a second time.
 """
 
 from transformers import LlamaConfig, LlamaForCausalLM

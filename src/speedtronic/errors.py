@@ -1,7 +1,7 @@
 """Every exception that Speedtronic raises on purpose, in one hierarchy.
 
-The command line turns a `SpeedtronicError` into one clear message and its `exit_code`: 2 for what the user can mend
-before trying again (`InputError`), 1 for a run that failed while running.
+The command line turns a `SpeedtronicError` into one clear message and its `exit_code`: 2 if the user can fix the cause
+before the next try (`InputError`), 1 if a run failed on its way.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import ClassVar
 
 
 class SpeedtronicError(Exception):
-    """Base of all Speedtronic errors. The message names the thing that is wrong and the remedy."""
+    """Base of all Speedtronic errors. The message says what is wrong and how to fix it."""
 
     exit_code: ClassVar[int] = 1
 
 
 class InputError(SpeedtronicError):
-    """Something that was handed in cannot be used: a config, data, a checkpoint, the environment."""
+    """An input cannot be used: a config, data, a checkpoint, the environment."""
 
     exit_code: ClassVar[int] = 2
 
 
 class ConfigError(InputError, ValueError):
-    """A configuration is wrong. The message lists every problem, one a line: file, line, key, remedy."""
+    """A configuration is wrong. The message has one line for each problem: file, line, key, remedy."""
 
 
 class NotBuiltError(ConfigError):
@@ -34,11 +34,11 @@ class DataError(InputError, ValueError):
 
 
 class DataWorkerError(SpeedtronicError, RuntimeError):
-    """A process that fetches data has ended by itself, most often because memory ran out."""
+    """A process that loads data has died, most often because memory ran out."""
 
 
 class CheckpointError(InputError, RuntimeError):
-    """A checkpoint cannot be written as asked, or cannot be read, or does not fit the model."""
+    """A checkpoint cannot be written or read, or does not fit the model."""
 
 
 class DeviceError(InputError, RuntimeError):
@@ -46,7 +46,7 @@ class DeviceError(InputError, RuntimeError):
 
 
 class RunFolderError(InputError, RuntimeError):
-    """The folder that a run writes to cannot be made, written or locked."""
+    """The folder of a run cannot be made, written or locked."""
 
 
 class RunLockedError(RunFolderError):
@@ -58,7 +58,7 @@ class MissingExtraError(InputError, ImportError):
 
 
 class NonFiniteError(SpeedtronicError, RuntimeError):
-    """The loss or the gradients of a step are NaN or infinite. The weights are those from before that step.
+    """The loss or the gradients of a step are NaN or infinite. The weights are as they were before that step.
 
     Attributes:
         step: the 1-based global step that went wrong.
@@ -70,22 +70,22 @@ class NonFiniteError(SpeedtronicError, RuntimeError):
 
 
 class ScalerOverflowError(SpeedtronicError, RuntimeError):
-    """The gradient scaler skipped more updates in a row than can pass for a normal start."""
+    """The gradient scaler skipped more updates in a row than a normal start does."""
 
 
 class StoreError(SpeedtronicError, RuntimeError):
-    """The store that nodes share did not do what was asked of it."""
+    """A request to the store that nodes share has failed."""
 
 
 class StoreUnavailableError(StoreError):
-    """What can pass: a timeout, a lost connection, a server that is busy or down. Asking again may help."""
+    """A fault that may pass: a timeout, a lost connection, a server that is busy or down. A retry may help."""
 
 
 class StoreRefusedError(StoreError, InputError):
-    """What will not pass by itself: no access, no such bucket, no exclusive create. The message says what to check."""
+    """A fault that stays: no access, no such bucket, no exclusive create. The message says what to check."""
 
     exit_code: ClassVar[int] = 2
 
 
 class StoreContentError(StoreRefusedError):
-    """The store holds something that this version cannot read, or another model than this node's."""
+    """The store holds data that this version cannot read, or another model than that of this node."""

@@ -18,7 +18,8 @@ from speedtronic.checkpoint import CheckpointManager
 from speedtronic.checkpoint.manifest import MANIFEST, read_manifest
 from speedtronic.checkpoint.snapshot import read_state
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer, tokenizer_from_spec
+from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer
+from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError, ConfigError, InputError
 from speedtronic.model import evaluation_mode

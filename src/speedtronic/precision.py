@@ -1,4 +1,4 @@
-"""Which device a run uses, and in which number formats it computes there."""
+"""The device of a run, and the number formats it computes in there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PrecisionPlan:
     """How a run computes. Parameters and optimizer state stay float32 in every mode.
 
     Attributes:
-        mode: "bf16", "fp16" or "fp32"; what was asked for, or what the device can run instead.
+        mode: "bf16", "fp16" or "fp32": the requested mode, or the one that the device can run instead.
         dtype: dtype of the matrix products.
         use_scaler: whether gradients need loss scaling, because float16 underflows.
         autocast_enabled: whether the forward pass runs under `torch.autocast`.
@@ -41,7 +41,7 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
     """The device to train on. "auto" and `None` choose CUDA, then MPS, then the CPU.
 
     Raises:
-        DeviceError: an explicit device does not exist here; the message names those that do.
+        DeviceError: the requested device does not exist on this machine; the message names those that do.
     """
     if requested is None or requested == "auto":
         return torch.device(_available_devices()[0])
@@ -56,41 +56,47 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
 
 
 def resolve_precision(config: SpeedtronicConfig | PrecisionConfig | str, device: str | torch.device) -> PrecisionPlan:
-    """Turn a configuration, its precision section, or a bare mode into what the device will do.
+    """Turn a configuration, its precision section, or a mode into the plan for a device.
 
-    "auto" is bf16 on CUDA devices that compute in bfloat16, fp16 with loss scaling on other CUDA devices,
-    fp32 on CPU and MPS; with `precision.dtype` given, "auto" is the mode of that dtype. A mode that the
-    device cannot run becomes fp32 with a `UserWarning`: fp16 needs CUDA, bf16 needs CUDA hardware for it, a
-    CPU, or macOS 14 on MPS.
+    "auto" is bf16 on CUDA devices that compute in bfloat16, fp16 with loss scaling on other CUDA devices, and fp32 on
+    CPU and MPS. With `precision.dtype` given, "auto" is the mode of that dtype. A mode that the device cannot run
+    becomes fp32, with a `UserWarning`. fp16 needs CUDA. bf16 needs a CUDA device that computes in it, a CPU, or MPS on
+    macOS 14.
 
     Raises:
-        ConfigError: the mode or dtype has no such name.
+        ConfigError: the mode or the dtype is unknown.
         NotBuiltError: the mode is fp8.
     """
     device = torch.device(device)
     mode = _requested_mode(config.precision if isinstance(config, SpeedtronicConfig) else config)
     if mode == "auto":
-        return _plan(_preferred_mode(device), device)
-    if not _can_run(mode, device):
+        mode = _preferred_mode(device)
+    elif not _can_run(mode, device):
         warnings.warn(f"precision {mode} cannot run on {device}; training in fp32", UserWarning, stacklevel=2)
-        return _plan("fp32", device)
-    return _plan(mode, device)
+        mode = "fp32"
+    return PrecisionPlan(
+        mode=mode,
+        dtype=_DTYPES[mode],
+        use_scaler=mode == "fp16",
+        autocast_enabled=mode != "fp32",
+        device_type=device.type,
+    )
 
 
 def autocast_context(plan: PrecisionPlan) -> contextlib.AbstractContextManager[None]:
-    """A fresh context for one forward pass; one that does nothing in fp32."""
+    """A new context for one forward pass. In fp32 it does nothing."""
     if not plan.autocast_enabled:
         return contextlib.nullcontext()
     return torch.autocast(plan.device_type, dtype=plan.dtype)
 
 
 def make_grad_scaler(plan: PrecisionPlan) -> torch.amp.GradScaler:
-    """A gradient scaler that scales in fp16 and passes everything through otherwise."""
+    """A gradient scaler that scales in fp16 and changes nothing in other modes."""
     return torch.amp.GradScaler(plan.device_type, enabled=plan.use_scaler)
 
 
 def supports_fused_adamw(device: str | torch.device) -> bool:
-    """Whether torch builds its fused AdamW for this CUDA device. Never on another kind of device."""
+    """Whether torch builds its fused AdamW for this CUDA device. False on any other kind of device."""
     device = torch.device(device)
     if device.type != "cuda":
         return False
@@ -103,7 +109,7 @@ def supports_fused_adamw(device: str | torch.device) -> bool:
 
 
 def _available_devices() -> list[str]:
-    """What exists here, best first."""
+    """The devices of this machine, best first."""
     found = []
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
@@ -151,15 +157,5 @@ def _can_run(mode: Mode, device: torch.device) -> bool:
 
 
 def _cuda_computes_bf16() -> bool:
-    # Older GPUs emulate bfloat16, slower than float32.
+    # Older GPUs emulate bfloat16, which is slower than float32.
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-
-def _plan(mode: Mode, device: torch.device) -> PrecisionPlan:
-    return PrecisionPlan(
-        mode=mode,
-        dtype=_DTYPES[mode],
-        use_scaler=mode == "fp16",
-        autocast_enabled=mode != "fp32",
-        device_type=device.type,
-    )

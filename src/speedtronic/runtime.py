@@ -1,6 +1,6 @@
 """The composition root: from a configuration to a trainer. The only place that knows every part.
 
-`build_runtime` is the page to read; what it calls stands below it.
+`_build` is the page to read; what it calls stands below it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,9 +27,6 @@ from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
-from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
-from speedtronic.distributed.data_share import DataShare, share_of_data
-from speedtronic.distributed.stores.connect import connect
 from speedtronic.errors import CheckpointError, NotBuiltError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
@@ -40,6 +37,9 @@ from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precisi
 from speedtronic.registry import build_model
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
+
+if TYPE_CHECKING:
+    from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
 
 ConfigSource = SpeedtronicConfig | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -69,42 +69,7 @@ def build_runtime(
             did not answer.
         RunFolderError: the folder of this node's state cannot be used; RunLockedError: another node uses it.
     """
-    settings = _settled(config)
-    seed_everything(settings.run.seed)
-    _configure_torch(settings)
-    target_device = resolve_device(device if device is not None else settings.run.device)
-    precision = resolve_precision(settings.precision, target_device)
-    logger = build_logger(settings)
-    data = _build_data(settings, _pins_memory(settings, target_device), logger)
-    manager = build_checkpoint_manager(settings, logger)
-    saved = _newest_state(manager, logger) if resume or settings.checkpoint.resume else None
-    model = build_model(settings.model).to(target_device)
-    _check_takes_documents(model, settings)
-    if saved is None and settings.run.init_from is not None:
-        _start_from(settings.run.init_from, model, settings, data.tokenizer, logger)
-    shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
-    optimizer = build_optimizer(model, settings, target_device)
-    scheduler = build_scheduler(optimizer, settings)
-    trainer = Trainer(
-        model,
-        optimizer,
-        data.train,
-        device=target_device,
-        config=settings,
-        scheduler=scheduler,
-        precision=precision,
-        logger=logger,
-        checkpoint_manager=manager,
-        coordinator=_build_coordinator(settings, model, logger),
-        max_steps=max_steps if max_steps is not None else (settings.data.max_steps or settings.run.max_steps),
-        evaluator=_evaluator(data, settings, target_device, precision, logger),
-        lock_directory=_lock_directory(settings),
-        metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
-        shape_report=shape_report,
-    )
-    if saved is not None:
-        _resume(trainer, manager, saved, settings)
-    return trainer, manager
+    return _build(_resolve(config), resume=resume, device=device, max_steps=max_steps)
 
 
 def train_from_config(
@@ -115,10 +80,11 @@ def train_from_config(
     max_steps: int | None = None,
 ) -> TrainResult:
     """Build a runtime and fit it. The arguments are those of `build_runtime`."""
-    settings = _settled(config)
+    settings = _resolve(config)
+    folder = _lock_directory(settings)
     # Taken before a log file is opened, so that a second process leaves no line in the first one's files.
-    with _locked(settings):
-        trainer, _ = build_runtime(settings, resume=resume, device=device, max_steps=max_steps)
+    with RunLock(folder) if folder is not None else nullcontext():
+        trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps)
         with trainer.logger:
             return trainer.fit()
 
@@ -127,21 +93,76 @@ run = train_from_config
 train = train_from_config
 
 
+def _build(
+    settings: SpeedtronicConfig, *, resume: bool, device: str | torch.device | None, max_steps: int | None
+) -> tuple[Trainer, CheckpointManager]:
+    """`build_runtime` for a configuration that `_resolve` returned."""
+    seed_everything(settings.run.seed)
+    _configure_torch(settings)
+    target_device = resolve_device(device if device is not None else settings.run.device)
+    precision = resolve_precision(settings.precision, target_device)
+    logger = build_logger(settings)
+    data = _build_data(settings, target_device, logger)
+
+    manager = build_checkpoint_manager(settings, logger)
+    saved = None
+    if resume or settings.checkpoint.resume:
+        saved = manager.load_latest()
+        if saved is None:
+            logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
+
+    model = build_model(settings.model).to(target_device)
+    _check_takes_documents(model, settings)
+    if saved is None and settings.run.init_from is not None:
+        _load_initial_weights(model, settings.run.init_from, settings, data.tokenizer, logger)
+    shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
+    optimizer = build_optimizer(model, settings, target_device)
+    trainer = Trainer(
+        model,
+        optimizer,
+        data.train,
+        device=target_device,
+        config=settings,
+        scheduler=build_scheduler(optimizer, settings),
+        precision=precision,
+        logger=logger,
+        checkpoint_manager=manager,
+        coordinator=_build_coordinator(settings, model, logger),
+        max_steps=max_steps if max_steps is not None else (settings.data.max_steps or settings.run.max_steps),
+        evaluator=_build_evaluator(data, settings, target_device, precision, logger),
+        lock_directory=_lock_directory(settings),
+        metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
+        shape_report=shape_report,
+    )
+    if saved is not None:
+        _resume(trainer, saved, settings)
+        logger.info(f"resumed at step {trainer.step} from {manager.loaded_path}")
+    return trainer, manager
+
+
+def _lock_directory(config: SpeedtronicConfig) -> Path | None:
+    """The folder that must belong to this run alone; None where the run writes nothing."""
+    logs = (config.logging.file, config.logging.json_file)
+    writes = config.checkpoint.enabled or any(file is not None for file in logs)
+    return Path(config.run.output_dir) if writes else None
+
+
 # ---------------------------------------------------------------------- configuration
 
 
-def _settled(config: ConfigSource) -> SpeedtronicConfig:
-    settings = load_config(config).validate()
+def _resolve(config: ConfigSource) -> SpeedtronicConfig:
+    """Load, check and resolve a configuration and import its plugins: once for a run, at its edge.
+
+    Returns:
+        A configuration of the run's own. What the caller does to `config` later does not change it.
+    """
+    settings = load_config(config)
     refuse_what_is_not_built(settings)
-    folder = _folder_of(config)
+    folder = None  # of the file, if it is one
+    if isinstance(config, os.PathLike) or (isinstance(config, str) and Path(config).is_file()):
+        folder = Path(config).resolve().parent
     import_plugins(settings.plugins, folder)
     return settings
-
-
-def _folder_of(config: ConfigSource) -> Path | None:
-    if isinstance(config, os.PathLike) or (isinstance(config, str) and Path(config).is_file()):
-        return Path(config).resolve().parent
-    return None
 
 
 def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
@@ -168,11 +189,11 @@ def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
 def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):
+    except (ImportError, ValueError):  # its package does not exist, or it is no name of a module
         return False
 
 
-# What the configuration can say and this version cannot do. A key here is refused by name, never ignored.
+# What a configuration can ask for and this version cannot do. Such a key is refused by name, never ignored.
 _NOT_BUILT: Mapping[str, Callable[[SpeedtronicConfig], bool]] = {
     "distributed.worker_repo_id": lambda c: c.distributed.enabled and c.distributed.worker_repo_id is not None,
     "distributed.codec: int8, int4, int2, topk": (
@@ -207,19 +228,15 @@ def seed_everything(seed: int) -> None:
     """Seed Python's `random`, PYTHONHASHSEED for child processes, NumPy, and torch on the CPU and all CUDA devices."""
     random.seed(seed)
     os.environ["PYTHONHASHSEED"] = str(seed)
-    _seed_numpy(seed)
-    torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
-
-
-def _seed_numpy(seed: int) -> None:
     try:
         import numpy as np
 
         np.random.seed(seed)
     except Exception:  # noqa: BLE001 - documented: a broken or absent NumPy must not stop a run that may not use it
-        return
+        pass
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _configure_torch(config: SpeedtronicConfig) -> None:
@@ -244,12 +261,14 @@ def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | t
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SpeedtronicConfig) -> LambdaLR:
     """Build the schedule of `config.scheduler`. It advances once per global step."""
-    return LambdaLR(optimizer, learning_rate_schedule(config.validate().scheduler))
+    config.resolve()  # `run.max_steps` may have been edited, which the schedule's length follows
+    return LambdaLR(optimizer, learning_rate_schedule(config.scheduler))
 
 
 def build_logger(config: SpeedtronicConfig) -> MetricLogger:
     """Build the logger of `config.logging`; its relative files lie in `run.output_dir`. It has no hooks."""
-    section, output = config.validate().logging, Path(config.run.output_dir)
+    config.resolve()  # `run.log_every` may have been edited, which `logging.every_steps` follows
+    section, output = config.logging, Path(config.run.output_dir)
     return MetricLogger(
         level=section.level,
         file=output / section.file if section.file is not None else None,
@@ -275,7 +294,7 @@ def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) ->
 
 
 def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.Module:
-    """Build the model of a configuration on the CPU, with the weights that a run begins with, and nothing else of it.
+    """Build the model of a configuration on the CPU, with the weights that a run starts with, and nothing else of it.
 
     Raises:
         ConfigError: there is no such model.
@@ -285,34 +304,75 @@ def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.M
     _configure_torch(config)
     model = build_model(config.model)
     if config.run.init_from is not None:
-        _start_from(config.run.init_from, model, config, None, logger)
+        _load_initial_weights(model, config.run.init_from, config, None, logger)
     return model
 
 
-def _build_data(config: SpeedtronicConfig, pin_memory: bool, logger: MetricLogger) -> TrainingData:
-    """The data, of which a node among others reads a part, or all of it in an order of its own."""
+def _load_initial_weights(
+    model: nn.Module, path: str, config: SpeedtronicConfig, tokenizer: Tokenizer | None, logger: MetricLogger
+) -> None:
+    """Load `run.init_from` into the model, and warn where its weights mean something else here."""
+    section = config.model
+    is_reference = section.name in MODEL_NAMES
+    try:
+        weights = load_initial_weights(
+            model,
+            path,
+            strict=config.run.init_strict,
+            translate=partial(reference_names, section, norm_eps=NORM_EPS) if is_reference else None,
+            warn=logger.warning,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"run.init_from: {error}") from error
+    averaged = ", of its averaged weights (optimizer.ema)" if weights.averaged else ""
+    logger.info(f"starting from {len(weights.loaded)} tensors of {weights.source}{averaged}")
+
+    # Weights of the right shapes may still be those of another model, or of other token ids.
+    differences = hidden_differences(weights.model, section) if is_reference and weights.model is not None else []
+    if differences:
+        listed = "\n  ".join(differences)
+        logger.warning(
+            f"{weights.source}: its weights were trained to compute something else than they do here:\n  {listed}"
+        )
+    if tokenizer is not None and weights.tokenizer not in (None, tokenizer.spec()):
+        logger.warning(
+            f"{weights.source}: its weights were trained with a different tokenizer than this data uses, so its token "
+            "ids mean something else here"
+        )
+
+
+def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:
+    if config.data.document_mask and "document_ids" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"data.document_mask: the model {config.model.name!r} has no argument document_ids in its forward, which "
+            "would keep its attention within a document; set data.document_mask to false, or add the argument"
+        )
+
+
+def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricLogger) -> TrainingData:
+    """Build the loaders. A node among others reads a part of the data, or all of it in an order of its own."""
+    pin_memory = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
     if not config.distributed.enabled:
         return build_data(config, pin_memory=pin_memory)
+
+    # Imported only by a run that has other nodes: a run of its own starts sooner without.
+    from speedtronic.distributed.data_partition import data_partition_of
+    from speedtronic.distributed.stores.connect import connect
+
+    seed = config.data.seed if config.data.seed is not None else config.run.seed
     with closing(connect(config.distributed)) as store:
-        share = share_of_data(config.distributed, store, _seed_of_data(config))
+        share = data_partition_of(config.distributed, store, seed)
     data = build_data(
         config, pin_memory=pin_memory, rank=share.part, world_size=share.parts, order_seed=share.order_seed
     )
-    _say_what_is_read(share, config, logger)
-    return data
 
-
-def _seed_of_data(config: SpeedtronicConfig) -> int:
-    return config.data.seed if config.data.seed is not None else config.run.seed
-
-
-def _say_what_is_read(share: DataShare, config: SpeedtronicConfig, logger: MetricLogger) -> None:
+    # Say what this node reads, and warn where several nodes would train on the same samples.
     if share.place is not None:
         logger.info(f"node {share.node} reads part {share.part + 1} of {share.parts} of the data")
         if share.place >= share.parts:
             logger.warning(
                 f"node {share.node} is number {share.place + 1} of distributed.expected_nodes: {share.parts}, so it "
-                "reads the same part of the data as another one; raise expected_nodes on all nodes"
+                "reads the same part of the data as another node; raise expected_nodes on all nodes"
             )
     elif config.data.shuffle:
         logger.info(
@@ -320,9 +380,10 @@ def _say_what_is_read(share: DataShare, config: SpeedtronicConfig, logger: Metri
         )
     else:
         logger.warning(
-            "every node reads the same data in the same order; set distributed.expected_nodes, so that each reads a "
-            "part of its own, or data.shuffle, so that each has an order of its own"
+            "every node reads the same data in the same order; set distributed.expected_nodes to give each node its "
+            "own part, or data.shuffle to give each node its own order"
         )
+    return data
 
 
 def _build_coordinator(
@@ -330,51 +391,12 @@ def _build_coordinator(
 ) -> DumbDiLoCoCoordinator | None:
     if not config.distributed.enabled:
         return None
+    from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
+
     return DumbDiLoCoCoordinator(config.distributed, model, logger=logger)
 
 
-def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:
-    if config.data.document_mask and "document_ids" not in inspect.signature(model.forward).parameters:
-        raise ConfigError(
-            f"data.document_mask: the model {config.model.name!r} has no argument document_ids in its forward, which "
-            "would keep its attention within a document; set it to false, or let the model take them"
-        )
-
-
-def _start_from(
-    path: str, model: nn.Module, config: SpeedtronicConfig, tokenizer: Tokenizer | None, logger: MetricLogger
-) -> None:
-    section = config.model
-    translate = partial(reference_names, section, norm_eps=NORM_EPS) if section.name in MODEL_NAMES else None
-    try:
-        weights = load_initial_weights(
-            model, path, strict=config.run.init_strict, translate=translate, warn=logger.warning
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"run.init_from: {error}") from error
-    averaged = ", of its averaged weights (optimizer.ema)" if weights.averaged else ""
-    logger.info(f"starting from {len(weights.loaded)} tensors of {weights.source}{averaged}")
-    if section.name in MODEL_NAMES and weights.model is not None:
-        _warn_of_another_model(weights.source, hidden_differences(weights.model, section), logger)
-    if tokenizer is not None and weights.tokenizer not in (None, tokenizer.spec()):
-        logger.warning(
-            f"{weights.source}: its weights were trained with another tokenizer than that of this data, so its token "
-            "ids mean something else here"
-        )
-
-
-def _warn_of_another_model(source: Path, differences: list[str], logger: MetricLogger) -> None:
-    if differences:
-        listed = "\n  ".join(differences)
-        logger.warning(f"{source}: its weights were trained to compute something else than they do here:\n  {listed}")
-
-
-def _pins_memory(config: SpeedtronicConfig, device: torch.device) -> bool:
-    pin = config.data.pin_memory
-    return device.type == "cuda" if pin is None else pin
-
-
-def _evaluator(
+def _build_evaluator(
     data: TrainingData,
     config: SpeedtronicConfig,
     device: torch.device,
@@ -382,19 +404,19 @@ def _evaluator(
     logger: MetricLogger,
 ) -> HeldOutLoss | None:
     if data.validation is None:
+        remedy = "set data.validation_fraction, or let data.dataset return a pair (training, validation)"
         if config.eval.every_steps is not None:
-            raise ConfigError(
-                "eval.every_steps: nothing is held out to evaluate on; set data.validation_fraction, or let "
-                "data.dataset return a pair (training, validation)"
-            )
+            raise ConfigError(f"eval.every_steps: nothing is held out to evaluate on; {remedy}")
         if config.checkpoint.keep_best > 0:
-            raise ConfigError(
-                "checkpoint.keep_best: nothing is held out to tell the best by; set data.validation_fraction, or let "
-                "data.dataset return a pair (training, validation)"
-            )
+            raise ConfigError(f"checkpoint.keep_best: nothing is held out to find the best checkpoint by; {remedy}")
         return None
+
+    def from_the_beginning(loader: Loader) -> Loader:
+        loader.restart()
+        return loader
+
     return HeldOutLoss(
-        partial(_from_the_beginning, data.validation),
+        partial(from_the_beginning, data.validation),
         device=device,
         precision=precision,
         batches=config.eval.batches,
@@ -403,55 +425,24 @@ def _evaluator(
     )
 
 
-def _from_the_beginning(loader: Loader) -> Loader:
-    loader.restart()
-    return loader
-
-
-def _locked(config: SpeedtronicConfig) -> AbstractContextManager[Any]:
-    folder = _lock_directory(config)
-    return RunLock(folder) if folder is not None else nullcontext()
-
-
-def _lock_directory(config: SpeedtronicConfig) -> Path | None:
-    logs = (config.logging.file, config.logging.json_file)
-    writes = config.checkpoint.enabled or any(file is not None for file in logs)
-    return Path(config.run.output_dir) if writes else None
-
-
 # ---------------------------------------------------------------------- resume
 
 
-def _newest_state(manager: CheckpointManager, logger: MetricLogger) -> dict[str, Any] | None:
-    state = manager.load_latest()
-    if state is None:
-        logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
-    return state
-
-
-def _resume(trainer: Trainer, manager: CheckpointManager, state: dict[str, Any], config: SpeedtronicConfig) -> None:
+def _resume(trainer: Trainer, state: dict[str, Any], config: SpeedtronicConfig) -> None:
+    """Continue from a saved state. Where the configuration has changed since, the configuration wins."""
     if "config" in state:
-        _show_changes(trainer.logger, state["config"], config)
-    _let_the_config_win(state, trainer)
-    trainer.resume(state)
-    trainer.logger.info(f"resumed at step {trainer.step} from {manager.loaded_path}")
+        changes = changed_keys(state["config"], config.to_dict(redact_secrets=True))
+        if changes:
+            lines = "\n".join(f"  {key}: {old!r} -> {new!r}" for key, old, new in changes)
+            trainer.logger.warning(
+                f"the configuration has changed since the checkpoint; the run uses the new values:\n{lines}"
+            )
 
-
-def _show_changes(logger: MetricLogger, saved: Mapping[str, Any], config: SpeedtronicConfig) -> None:
-    changes = changed_keys(saved, config.to_dict(redact_secrets=True))
-    if changes:
-        lines = "\n".join(f"  {key}: {old!r} -> {new!r}" for key, old, new in changes)
-        logger.warning(f"the configuration has changed since the checkpoint; it counts as it is now:\n{lines}")
-
-
-def _let_the_config_win(state: dict[str, Any], trainer: Trainer) -> None:
-    """Put the freshly built optimizer's options (LR, weight decay, betas, …) in place of the checkpoint's.
-
-    But its `algorithm` and `param_names` stay, which tell whose state it holds.
-    """
+    # An optimizer's state carries its options (LR, weight decay, betas, …): put those of the new optimizer in their
+    # place. `algorithm` and `param_names` say whose state it is, so they stay.
     of_the_state = ("params", "algorithm", "param_names")
-    saved = state["optimizer"]["param_groups"]
-    for group, own in zip(saved, trainer.optimizer.param_groups, strict=False):
+    for group, own in zip(state["optimizer"]["param_groups"], trainer.optimizer.param_groups, strict=False):
         group.update({key: value for key, value in own.items() if key not in of_the_state})
     if state["scheduler"] is not None and isinstance(trainer.scheduler, LambdaLR):
         state["scheduler"]["base_lrs"] = list(trainer.scheduler.base_lrs)
+    trainer.resume(state)

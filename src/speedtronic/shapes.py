@@ -1,7 +1,7 @@
-"""Startup shape validation: sizes that the hardware computes no faster than the next larger ones.
+"""Startup shape validation: find sizes that are as slow as the next larger aligned size.
 
-Tensor cores multiply half-precision matrices in tiles. A side that is a multiple of 16 bytes, 8 elements of bfloat16 or
-float16, fills them; any other side is padded, or keeps the product off the tensor cores (NVIDIA, "Matrix
+Tensor cores multiply half-precision matrices in tiles. A side that is a multiple of 16 bytes (8 elements of bfloat16 or
+float16) fills the tiles. Any other side is padded, or the product does not use the tensor cores at all (NVIDIA, "Matrix
 Multiplication Background User's Guide", Tensor Core Requirements). Nothing here stops a run.
 """
 
@@ -34,7 +34,7 @@ WarningCode = Literal[
 TENSOR_CORE_ALIGNMENT = 8  # elements of 2 bytes in 16 bytes
 
 METADATA_HOOK = "speedtronic_shape_metadata"
-"""The method by which a model may name its own dimensions: it returns a mapping from names to sizes."""
+"""The method with which a model can name its own dimensions: it returns a mapping from names to sizes."""
 
 _LAYER_SIZES: tuple[tuple[tuple[type[nn.Module], ...], tuple[str, ...]], ...] = (
     ((nn.Linear,), ("in_features", "out_features")),
@@ -48,13 +48,13 @@ _LAYER_SIZES: tuple[tuple[tuple[type[nn.Module], ...], tuple[str, ...]], ...] = 
 
 @dataclass(frozen=True)
 class ShapeProfile:
-    """What sizes are held against.
+    """The alignment that sizes should have.
 
     Attributes:
         device_type: "cuda", "mps" or "cpu".
         precision: "bf16", "fp16" or "fp32".
-        alignment: the number whose multiples are wanted; None where any size is as good.
-        source: "auto" where device and precision decide, "explicit" where the alignment was asked for.
+        alignment: sizes should be a multiple of this number; None if any size is as good.
+        source: "auto" if device and precision decide, "explicit" if the alignment was given.
     """
 
     device_type: str
@@ -65,15 +65,15 @@ class ShapeProfile:
 
 @dataclass(frozen=True)
 class ShapeWarning:
-    """A size that is no multiple of the alignment.
+    """A size that is not a multiple of the alignment.
 
     Attributes:
-        code: which check it is of; "model_metadata" for a model whose `speedtronic_shape_metadata` failed.
+        code: the check that found it; "model_metadata" if the model's `speedtronic_shape_metadata` failed.
         field: the configuration's key, or the dimension in the model.
-        value: its size; None under "model_metadata".
-        suggested: a size that would be aligned; None where there is none that fits.
-        alignment: the number whose multiples are wanted.
-        reason: what a reader would gain.
+        value: its size; None for "model_metadata".
+        suggested: an aligned size; None if none fits.
+        alignment: sizes should be a multiple of this number.
+        reason: what an aligned size would gain.
     """
 
     code: WarningCode
@@ -92,7 +92,7 @@ class ShapeWarning:
 
 @dataclass(frozen=True)
 class ShapeReport:
-    """What the validation found, in the order of the checks."""
+    """The warnings of the validation, in the order of the checks."""
 
     profile: ShapeProfile
     warnings: tuple[ShapeWarning, ...] = ()
@@ -111,7 +111,7 @@ class ShapeReport:
 
 
 class EventLogger(Protocol):
-    """What a `MetricLogger` is here."""
+    """The part of `MetricLogger` that is used here."""
 
     def emit(self, event: str, payload: dict[str, Any]) -> object: ...
 
@@ -122,16 +122,16 @@ ShapeLogger: TypeAlias = EventLogger | logging.Logger | logging.LoggerAdapter[An
 def resolve_shape_profile(
     device: str | torch.device, precision: PrecisionPlan | Mode, requested_alignment: Alignment = "auto"
 ) -> ShapeProfile:
-    """Find out which multiples a device wants in a precision.
+    """Find the alignment that is best for a device in a precision.
 
     Args:
-        device: where the run computes; it need not exist here.
+        device: the device of the run; it need not exist on this machine.
         precision: the resolved plan, or its mode.
-        requested_alignment: "auto" is 8 for bf16 and fp16 on CUDA and none elsewhere; a number is taken as it is;
-            "none" or None is no alignment anywhere.
+        requested_alignment: "auto" is 8 for bf16 and fp16 on CUDA, and no alignment elsewhere; a number is used
+            everywhere; "none" or None is no alignment anywhere.
 
     Raises:
-        ConfigError: the alignment is none of these.
+        ConfigError: the alignment has another value.
     """
     kind = torch.device(device).type
     mode = precision.mode if isinstance(precision, PrecisionPlan) else precision
@@ -155,39 +155,37 @@ def validate_startup_shapes(
     plan: PrecisionPlan,
     logger: ShapeLogger | None = None,
 ) -> ShapeReport:
-    """Hold the sizes of a run against what its device computes well. Looks only, and never stops a run.
+    """Compare the sizes of a run with the alignment that is best for its device. It never stops a run.
 
-    Whether anything is looked at is for `config.shape_validation` to say. On CPU and MPS it is only with
-    `warn_on_cpu`, and against an alignment that is given: none is known there.
+    `config.shape_validation` decides what is checked. CPU and MPS have no alignment of their own: they are checked only
+    with `warn_on_cpu` and an explicit alignment.
 
     Args:
-        config: read are `shape_validation`, the sizes in `data`, and `model.vocab_size`.
-        model: its linear, embedding and convolution layers are read; or, where it has a method
-            `speedtronic_shape_metadata()`, the mapping from names to sizes that this returns. A `vocab_size` in it
-            stands for that of the configuration.
-        device: where the run computes; it need not exist here.
+        config: the checks read `shape_validation`, the sizes in `data`, and `model.vocab_size`.
+        model: the checks read its linear, embedding and convolution layers. If it has a method
+            `speedtronic_shape_metadata()`, they read instead the mapping from names to sizes that the method returns. A
+            `vocab_size` in it replaces that of the configuration.
+        device: the device of the run; it need not exist on this machine.
         plan: the resolved precision.
-        logger: a `MetricLogger` is sent a `shape_warning` for each warning and a `shape_profile`; a logger of the
-            standard library, or an adapter of one, gets a line for each warning.
+        logger: a `MetricLogger` gets a `shape_warning` for each warning and a `shape_profile`; a logger of the standard
+            library, or an adapter of one, gets a line for each warning.
 
     Returns:
-        The report, in which a width that many layers share stands once.
+        The report. It names a width that many layers share only once.
     """
     section = config.shape_validation
     profile = resolve_shape_profile(device, plan, section.alignment)  # type: ignore[arg-type]  # checked by the section
     if not section.enabled:
         return ShapeReport(profile)
-    quiet = profile.device_type != "cuda" and not section.warn_on_cpu
-    if profile.alignment is None or quiet:
-        report = ShapeReport(profile)
-    else:
-        report = ShapeReport(profile, tuple(_warnings(config, model, profile.alignment)))
+    checked = profile.device_type == "cuda" or section.warn_on_cpu
+    warnings = _warnings(config, model, profile.alignment) if checked and profile.alignment is not None else ()
+    report = ShapeReport(profile, tuple(warnings))
     if logger is not None:
-        _tell(logger, report)
+        _log_report(logger, report)
     return report
 
 
-def _tell(logger: ShapeLogger, report: ShapeReport) -> None:
+def _log_report(logger: ShapeLogger, report: ShapeReport) -> None:
     if isinstance(logger, logging.Logger | logging.LoggerAdapter):
         for warning in report.warnings:
             logger.warning("%s", warning)
@@ -209,71 +207,101 @@ def _tell(logger: ShapeLogger, report: ShapeReport) -> None:
 def _warnings(config: SpeedtronicConfig, model: nn.Module, alignment: int) -> Iterator[ShapeWarning]:
     section = config.shape_validation
     if section.check_batch:
-        yield from _of_batch(config, alignment)
+        yield from _check_batch(config, alignment)
     if section.check_sequence:
-        yield from _of_sequence(config, alignment)
-        yield from _of_tokens(config, alignment)
+        yield from _check_sequence(config, alignment)
+        yield from _check_tokens(config, alignment)
+    # The model names its sizes itself, or its layers are read.
     named, failure = _named_sizes(model) if section.check_model or section.check_vocab else (None, None)
     if failure is not None:
-        reason = f"{failure}; the layers of the model are looked at instead"
-        yield ShapeWarning("model_metadata", METADATA_HOOK, None, None, alignment, reason)
+        yield ShapeWarning(
+            code="model_metadata",
+            field=METADATA_HOOK,
+            value=None,
+            suggested=None,
+            alignment=alignment,
+            reason=f"{failure}; the layers of the model are checked instead",
+        )
     vocabulary = config.model.vocab_size if named is None else named.pop("vocab_size", config.model.vocab_size)
     if section.check_model:
-        yield from _of_model(_layer_sizes(model, vocabulary) if named is None else named, alignment)
-    if section.check_vocab:
-        yield from _of_vocabulary(vocabulary, alignment)
+        yield from _check_model(_layer_sizes(model, vocabulary) if named is None else named, alignment)
+    if section.check_vocab and vocabulary % alignment:
+        yield ShapeWarning(
+            code="vocab_alignment",
+            field="model.vocab_size",
+            value=vocabulary,
+            suggested=_next_multiple(vocabulary, alignment),
+            alignment=alignment,
+            reason="full tiles in the output head, often the largest product; the model learns that ids without a "
+            "token are unlikely",
+        )
 
 
-def _of_batch(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
+def _check_batch(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
     micro, target = config.data.micro_batch_size, config.data.target_batch_size
     if micro % alignment == 0:
         return
     suggested = _smallest_dividing(target, alignment, micro)
     reason = "full tiles in the products that have the batch as a side"
     if suggested is None:
-        reason += f"; no multiple of {alignment} from here on divides data.target_batch_size, {target}"
+        reason += f"; no multiple of {alignment} from {micro} up divides data.target_batch_size, {target}"
     else:
         reason += ", and fewer micro batches in an update, if the memory allows"
-    yield ShapeWarning("batch_alignment", "data.micro_batch_size", micro, suggested, alignment, reason)
+    yield ShapeWarning(
+        code="batch_alignment",
+        field="data.micro_batch_size",
+        value=micro,
+        suggested=suggested,
+        alignment=alignment,
+        reason=reason,
+    )
 
 
 def _smallest_dividing(target: int, alignment: int, least: int) -> int | None:
     """The smallest multiple of `alignment` that is at least `least` and divides `target`."""
     if target % alignment:
         return None
+    # The multiples of `alignment` that divide `target` are `alignment` times the divisors of `parts`.
     parts = target // alignment
     small = [number for number in range(1, math.isqrt(parts) + 1) if parts % number == 0]
     divisors = [*small, *(parts // number for number in small)]
     return min((alignment * number for number in divisors if alignment * number >= least), default=None)
 
 
-def _of_sequence(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
+def _check_sequence(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
     length = _block_size(config)
     if length % alignment == 0:
         return
     suggested = _next_multiple(length, alignment)
     reason = "full tiles in the attention's products"
     if suggested > config.model.max_seq_len:
-        reason += "; model.max_seq_len has to be as large"
-    yield ShapeWarning("sequence_alignment", "data.block_size", length, suggested, alignment, reason)
+        reason += "; model.max_seq_len must be at least as large"
+    yield ShapeWarning(
+        code="sequence_alignment",
+        field="data.block_size",
+        value=length,
+        suggested=suggested,
+        alignment=alignment,
+        reason=reason,
+    )
 
 
-def _of_tokens(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
+def _check_tokens(config: SpeedtronicConfig, alignment: int) -> Iterator[ShapeWarning]:
     tokens = config.data.micro_batch_size * _block_size(config)
     if tokens % alignment:
         yield ShapeWarning(
-            "token_alignment",
-            "data.micro_batch_size * data.block_size",
-            tokens,
-            _next_multiple(tokens, alignment),
-            alignment,
-            "full tiles in every linear layer, whose products have the tokens of a micro batch as a side; one of "
-            "the two factors aligned is enough",
+            code="token_alignment",
+            field="data.micro_batch_size * data.block_size",
+            value=tokens,
+            suggested=_next_multiple(tokens, alignment),
+            alignment=alignment,
+            reason="full tiles in every linear layer, where the tokens of a micro batch are one side of the product; "
+            "it is enough if one of the two factors is aligned",
         )
 
 
-def _of_model(sizes: Mapping[str, int], alignment: int) -> Iterator[ShapeWarning]:
-    """One warning per size: most dimensions of a model are the same few widths, changed by the same few settings."""
+def _check_model(sizes: Mapping[str, int], alignment: int) -> Iterator[ShapeWarning]:
+    """One warning per size: a model has few widths, most of its dimensions share one, and few settings change them."""
     names_by_size: dict[int, list[str]] = {}
     for name, size in sizes.items():
         if size % alignment:
@@ -281,24 +309,19 @@ def _of_model(sizes: Mapping[str, int], alignment: int) -> Iterator[ShapeWarning
     for size, (first, *others) in names_by_size.items():
         reason = "full tiles in the products with these weights"
         if others:
-            reason += f"; as large: {others[0]}" + (f" and {len(others) - 1} more" if others[1:] else "")
-        yield ShapeWarning("model_alignment", first, size, _next_multiple(size, alignment), alignment, reason)
-
-
-def _of_vocabulary(size: int, alignment: int) -> Iterator[ShapeWarning]:
-    if size % alignment:
+            reason += f"; same size: {others[0]}" + (f" and {len(others) - 1} more" if others[1:] else "")
         yield ShapeWarning(
-            "vocab_alignment",
-            "model.vocab_size",
-            size,
-            _next_multiple(size, alignment),
-            alignment,
-            "full tiles in the output head, often the largest product; ids that no token has are learnt to be unlikely",
+            code="model_alignment",
+            field=first,
+            value=size,
+            suggested=_next_multiple(size, alignment),
+            alignment=alignment,
+            reason=reason,
         )
 
 
 def _named_sizes(model: nn.Module) -> tuple[dict[str, int] | None, str | None]:
-    """What the model's own hook says, and what is wrong with it; both None where there is no hook."""
+    """The sizes from the model's own hook, and why it failed. Both are None if there is no hook."""
     try:
         hook = getattr(model, METADATA_HOOK, None)
         if hook is None:
@@ -308,12 +331,12 @@ def _named_sizes(model: nn.Module) -> tuple[dict[str, int] | None, str | None]:
         return None, f"failed with {type(error).__name__}: {error}"
     wrong = [name for name, size in named.items() if not (isinstance(name, str) and _is_size(size))]
     if wrong:
-        return None, f"must return names with whole numbers of at least 1, unlike {wrong[0]!r}: {named[wrong[0]]!r}"
+        return None, f"must return names with whole numbers of at least 1, not {wrong[0]!r}: {named[wrong[0]]!r}"
     return {name: int(size) for name, size in named.items()}, None
 
 
 def _layer_sizes(model: nn.Module, vocabulary: int) -> dict[str, int]:
-    """The sizes of the layers by name, without those that are the vocabulary's."""
+    """The sizes of the layers by name. The output sizes of heads are left out: they are the vocabulary's."""
     modules = list(model.named_modules())
     vocabularies = {vocabulary, *(module.num_embeddings for _, module in modules if isinstance(module, nn.Embedding))}
     sizes = (
@@ -327,7 +350,7 @@ def _layer_sizes(model: nn.Module, vocabulary: int) -> dict[str, int]:
 
 
 def _block_size(config: SpeedtronicConfig) -> int:
-    # A whole configuration has resolved it, and its keys may have been changed since.
+    # A loaded configuration has set `block_size`, but a caller may have changed it since.
     return config.data.block_size or config.model.max_seq_len
 
 

@@ -92,7 +92,17 @@ def written(folder: Path, trees: Any) -> Manifest:
     files = write_snapshot(fs, folder, taken)
     (folder / "state.json").unlink()
     files["state.json"] = write_file(fs, folder / "state.json", [json.dumps(trees).encode("ascii")])
-    return Manifest(1, 1, "0123456789abcdef", "2030-01-01T00:00:00+00:00", None, None, None, {}, files)
+    return Manifest(
+        step=1,
+        sequence=1,
+        run_id="0123456789abcdef",
+        time="2030-01-01T00:00:00+00:00",
+        loss=None,
+        eval_loss=None,
+        config_sha256=None,
+        versions={},
+        files=files,
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,7 @@ def trees_of(folder: Path) -> Any:
 def test_the_average_is_found_where_its_bytes_are(tmp_path: Path) -> None:
     weight = torch.arange(3.0)
     write_snapshot(FileSystem(), tmp_path, take_snapshot({"other": torch.zeros(5), "ema": {"a": weight, "b": weight}}))
-    found = stored_average(FileSystem(), tmp_path, trees_of(tmp_path))
+    found = stored_average(tmp_path, trees_of(tmp_path))
     assert found.keys() == {"a", "b"}
     assert found["a"] == found["b"]
     data = found["a"].file.read_bytes()[found["a"].begin :]
@@ -144,7 +154,7 @@ def test_the_average_is_found_where_its_bytes_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", [{}, {"ema": None}, {1: 2}])
 def test_a_state_without_an_average_has_none(tmp_path: Path, state: dict[Any, Any]) -> None:
     write_snapshot(FileSystem(), tmp_path, take_snapshot(state))
-    assert stored_average(FileSystem(), tmp_path, trees_of(tmp_path)) == {}
+    assert stored_average(tmp_path, trees_of(tmp_path)) == {}
 
 
 @pytest.mark.parametrize(
@@ -153,10 +163,10 @@ def test_a_state_without_an_average_has_none(tmp_path: Path, state: dict[Any, An
 def test_an_average_that_is_not_tensors_is_an_error_that_names_the_file(tmp_path: Path, average: Any) -> None:
     written(tmp_path, {"state": {"ema": average}})
     with pytest.raises(CheckpointError, match=r"state\.json: the averaged weights .* are not all plain tensors"):
-        stored_average(FileSystem(), tmp_path, trees_of(tmp_path))
+        stored_average(tmp_path, trees_of(tmp_path))
 
 
 def test_an_average_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
     written(tmp_path, {"state": {"ema": {"a": {"$tensor": "absent"}}}})
     with pytest.raises(CheckpointError, match=r"state\.safetensors lacks the averaged weight 'absent'"):
-        stored_average(FileSystem(), tmp_path, trees_of(tmp_path))
+        stored_average(tmp_path, trees_of(tmp_path))

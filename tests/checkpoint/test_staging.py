@@ -15,17 +15,17 @@ from speedtronic.errors import CheckpointError
 
 
 def filled(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> StagingBuffer:
-    image = StagingBuffer()
-    image.fill(tensors, metadata or {})
-    return image
+    buffer = StagingBuffer()
+    buffer.fill(tensors, metadata or {})
+    return buffer
 
 
-def data_of(image: StagingBuffer) -> bytes:
-    return b"".join(bytes(chunk) for chunk in image.chunks())
+def data_of(buffer: StagingBuffer) -> bytes:
+    return b"".join(bytes(chunk) for chunk in buffer.chunks())
 
 
-def memory_of(image: StagingBuffer) -> list[int]:
-    return [block.data_ptr() for block in image._blocks]
+def memory_of(buffer: StagingBuffer) -> list[int]:
+    return [block.data_ptr() for block in buffer._blocks]
 
 
 TENSORS = {
@@ -40,7 +40,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("block", [1, 16, 2**28])
-def test_an_image_is_the_file_that_the_tensors_make(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_a_filled_buffer_is_the_file_of_its_tensors(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(image_module, "_BLOCK", block)
     expected = b"".join(bytes(chunk) for chunk in tensor_chunks(TENSORS, {"format": "pt"}))
     assert data_of(filled(TENSORS, {"format": "pt"})) == expected
@@ -57,12 +57,12 @@ def test_no_tensors_make_an_empty_file_of_the_format() -> None:
     assert safetensors.torch.load(data_of(filled({}))) == {}
 
 
-def test_the_same_form_takes_the_same_memory_again() -> None:
-    image = filled({"a": torch.zeros(4), "b": torch.zeros(2, 2)})
-    memory = memory_of(image)
-    image.fill({"a": torch.ones(4), "b": torch.full((2, 2), 2.0)}, {})
-    assert memory_of(image) == memory
-    back = safetensors.torch.load(data_of(image))
+def test_tensors_of_the_same_form_use_the_same_memory() -> None:
+    buffer = filled({"a": torch.zeros(4), "b": torch.zeros(2, 2)})
+    memory = memory_of(buffer)
+    buffer.fill({"a": torch.ones(4), "b": torch.full((2, 2), 2.0)}, {})
+    assert memory_of(buffer) == memory
+    back = safetensors.torch.load(data_of(buffer))
     assert (back["a"].sum(), back["b"].sum()) == (4, 8)
 
 
@@ -77,27 +77,27 @@ def test_the_same_form_takes_the_same_memory_again() -> None:
         {},
     ],
 )
-def test_another_form_is_arranged_anew(other: dict[str, Tensor]) -> None:
-    image = filled({"a": torch.zeros(4)}, {"x": "1"})
-    data_of(image)
-    image.fill(other, {"x": "1"})
-    assert data_of(image) == data_of(filled(other, {"x": "1"}))
+def test_tensors_of_another_form_are_arranged_again(other: dict[str, Tensor]) -> None:
+    buffer = filled({"a": torch.zeros(4)}, {"x": "1"})
+    data_of(buffer)
+    buffer.fill(other, {"x": "1"})
+    assert data_of(buffer) == data_of(filled(other, {"x": "1"}))
 
 
 def test_other_metadata_are_in_the_next_file() -> None:
-    image = filled({"a": torch.zeros(4)}, {"x": "1"})
-    data_of(image)
-    image.fill({"a": torch.zeros(4)}, {"x": "2"})
-    assert data_of(image) == data_of(filled({"a": torch.zeros(4)}, {"x": "2"}))
+    buffer = filled({"a": torch.zeros(4)}, {"x": "1"})
+    data_of(buffer)
+    buffer.fill({"a": torch.zeros(4)}, {"x": "2"})
+    assert data_of(buffer) == data_of(filled({"a": torch.zeros(4)}, {"x": "2"}))
 
 
 def test_released_memory_is_taken_again() -> None:
-    image = filled({"a": torch.zeros(4)})
-    before = data_of(image)
-    image.release()
-    assert memory_of(image) == []
-    image.fill({"a": torch.zeros(4)}, {})
-    assert data_of(image) == before
+    buffer = filled({"a": torch.zeros(4)})
+    before = data_of(buffer)
+    buffer.release()
+    assert memory_of(buffer) == []
+    buffer.fill({"a": torch.zeros(4)}, {})
+    assert data_of(buffer) == before
 
 
 def test_no_memory_for_the_copies_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,24 +109,24 @@ def test_no_memory_for_the_copies_is_an_error_with_a_remedy(monkeypatch: pytest.
         return empty(*shape, **options)
 
     monkeypatch.setattr(torch, "empty", allocate)
-    image = StagingBuffer()
+    buffer = StagingBuffer()
     with pytest.raises(CheckpointError, match=r"no memory.*16 bytes.*checkpoint\.background: false"):
-        image.fill({"a": torch.zeros(4)}, {})
+        buffer.fill({"a": torch.zeros(4)}, {})
     monkeypatch.undo()
-    image.fill({"a": torch.zeros(4)}, {})
-    assert data_of(image) == data_of(filled({"a": torch.zeros(4)}))
+    buffer.fill({"a": torch.zeros(4)}, {})
+    assert data_of(buffer) == data_of(filled({"a": torch.zeros(4)}))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_of_a_gpu_are_copied_into_pinned_memory_by_the_time_fill_returns() -> None:
     source = torch.full((1 << 24,), 1.0, device="cuda")
-    image = StagingBuffer()
+    buffer = StagingBuffer()
     for value in (2.0, 3.0):
         source.fill_(value)
-        image.fill({"x": source, "cpu": torch.ones(3)}, {})
-        assert all(block.is_pinned() for block in image._blocks)
+        buffer.fill({"x": source, "cpu": torch.ones(3)}, {})
+        assert all(block.is_pinned() for block in buffer._blocks)
         source.fill_(9.0)
-        back = safetensors.torch.load(data_of(image))
+        back = safetensors.torch.load(data_of(buffer))
         assert back["x"].unique().tolist() == [value]
         assert back["cpu"].sum() == 3

@@ -16,9 +16,9 @@ class Thread:
         self.worked = 0.0
         self.time = 100.0
         self.waits: list[float] = []
-        self.pace = Throttle(share, work=lambda: self.worked, clock=lambda: self.time)
-        self.pace._hurried.wait = self._wait  # type: ignore[method-assign]
-        self.pace.pause()
+        self.throttle = Throttle(share, work=lambda: self.worked, clock=lambda: self.time)
+        self.throttle._hurried.wait = self._wait  # type: ignore[method-assign]
+        self.throttle.pause()
 
     def _wait(self, timeout: float | None = None) -> bool:
         assert timeout is not None
@@ -29,7 +29,7 @@ class Thread:
     def work(self, seconds: float, *, elapsed: float | None = None) -> None:
         self.worked += seconds
         self.time += seconds if elapsed is None else elapsed
-        self.pace.pause()
+        self.throttle.pause()
 
 
 def test_a_thread_works_its_share_of_the_time() -> None:

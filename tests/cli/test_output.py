@@ -3,13 +3,20 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from speedtronic.cli import main, schema
+from speedtronic.cli import configuration, main
+from speedtronic.cli.output import CountingFileSystem, age, counted, sigterm_unwinds, write_facts, write_table
+from speedtronic.durable.files import DamagedFileError
+
+# ---------------------------------------------------------------------- the standard output
+
 
 COMMAND = f"{sys.executable} -m speedtronic"
 
@@ -64,7 +71,7 @@ def test_a_fault_of_the_output_is_told_from_one_of_the_command(
         raise OSError(28, "No space left on device", "a/file/of/the/run")
 
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "run", fail)
+        patch.setattr(configuration, "run_schema", fail)
         assert main(["schema"]) == 1
     text = capsys.readouterr().err
     assert "Traceback" in text
@@ -97,3 +104,100 @@ def test_user_code_that_exits_with_a_reason_is_an_error_that_says_it(
     monkeypatch.setattr("speedtronic.cli.build_parser", give_up)
     assert main(["schema"]) == 1
     assert capsys.readouterr().err == "no data today\n"
+
+
+# ---------------------------------------------------------------------- facts and tables
+
+
+FACTS = [("folder", "data/[bold]corpus"), ("tokens", "1,234")]
+
+
+def test_facts_are_plain_lines_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    write_facts(FACTS)
+
+    assert capsys.readouterr().out == "folder: data/[bold]corpus\ntokens: 1,234\n"
+
+
+def test_facts_are_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+
+    write_facts(FACTS)
+
+    table = capsys.readouterr().out
+    assert "│ folder │ data/[bold]corpus │" in table
+    assert "│ tokens │ 1,234             │" in table
+
+
+def test_a_number_of_things_is_told_in_words() -> None:
+    assert [counted(number, "file") for number in (0, 1, 1200)] == ["0 files", "1 file", "1,200 files"]
+
+
+HEADINGS = ("NODE", "STEP")
+ROWS = [("[bold]anna", "7"), ("b", "1200")]
+
+
+def test_a_table_is_plain_columns_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(HEADINGS, ROWS)
+
+    assert capsys.readouterr().out == "NODE        STEP\n[bold]anna  7\nb           1200\n"
+
+
+def test_a_table_has_a_frame_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+
+    write_table(HEADINGS, ROWS)
+
+    table = capsys.readouterr().out
+    assert "NODE" in table.splitlines()[1]
+    assert "│ [bold]anna │ 7    │" in table
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-3, "0s"), (0, "0s"), (59.9, "59s"), (60, "1m"), (7199, "1h"), (86400 * 2, "2d")]
+)
+def test_an_age_is_told_in_its_largest_unit(seconds: float, text: str) -> None:
+    assert age(seconds) == text
+
+
+# ---------------------------------------------------------------------- progress
+
+
+def test_every_byte_that_is_read_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1000))
+    counts: list[int] = []
+    with CountingFileSystem(counts.append).open(tmp_path / "file") as file:
+        assert file.readinto(bytearray(600)) == 600
+        assert file.readinto(bytearray(600)) == 400
+        assert file.readinto(bytearray(600)) == 0
+    assert counts == [600, 400, 0]
+
+
+def test_what_is_no_plain_file_is_refused_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(DamagedFileError, match="not a plain file"):
+        CountingFileSystem(lambda count: None).open(tmp_path / "link")
+
+
+# ---------------------------------------------------------------------- interrupts
+
+
+def test_sigterm_ends_by_an_exception_and_the_former_handler_is_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop, sigterm_unwinds():
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_another_thread_nothing_is_changed() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def look() -> None:
+        with sigterm_unwinds():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [before]

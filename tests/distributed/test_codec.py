@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.tensors import Form, Schema, Tensors, pack_tensors, unpack_tensors
+from speedtronic.distributed.packed_tensors import pack_tensors, unpack_tensors
+from speedtronic.distributed.schema import Schema, Tensors, TensorType
 from tests.support.exchanged import TRAINED, everything
 
 SCHEMA = Schema.of(everything())
@@ -14,7 +15,7 @@ def random_delta(seed: int, scale: float = 1.0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: scale * torch.randn(form.shape, dtype=form.dtype, generator=generator)
-        for name, form in SCHEMA.forms("trained").items()
+        for name, form in SCHEMA.types("trained").items()
     }
 
 
@@ -34,7 +35,7 @@ class TestEveryCodec:
 
         sent = codec.encode(random_delta(0), None).tensors
 
-        assert {n: Form(t.dtype, tuple(t.shape)) for n, t in sent.items()} == codec.expected(SCHEMA)
+        assert {n: TensorType(t.dtype, tuple(t.shape)) for n, t in sent.items()} == codec.expected(SCHEMA)
         assert codec.name == name
 
     def test_the_receiver_decodes_what_the_sender_thinks(self, name: str) -> None:

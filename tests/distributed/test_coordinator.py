@@ -21,9 +21,9 @@ from speedtronic.distributed.delta import open_delta
 from speedtronic.distributed.node import MAX_PENDING
 from speedtronic.distributed.outer import MasterOuterLoop
 from speedtronic.distributed.protocol import DELTAS
+from speedtronic.distributed.schema import Schema, snapshot
 from speedtronic.distributed.stores.base import REQUEST_TIMEOUT, Store
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import Schema, snapshot
 from speedtronic.errors import CheckpointError, RunLockedError, StoreRefusedError, StoreUnavailableError
 from speedtronic.trainer import Trainer
 from speedtronic.trainer.sync import FullCoordinator

@@ -20,14 +20,17 @@ from speedtronic.distributed.delta import (
     DeltaHeader,
     Refusal,
     admit,
+    average_deltas,
+    compute_pseudo_gradient,
     max_delta_bytes,
     open_delta,
     pack_delta,
     read_header,
 )
+from speedtronic.distributed.packed_tensors import TensorFormatError, content_sha256, pack_tensors
 from speedtronic.distributed.protocol import PROTOCOL, DeltaId, Position
-from speedtronic.distributed.tensors import Schema, TensorFormatError, Tensors, content_sha256, pack_tensors
-from tests.support.exchanged import TRAINED, buffers_of, delta_bytes, everything, header_of
+from speedtronic.distributed.schema import Schema, Tensors
+from tests.support.exchanged import TRAINED, assert_equal, buffers_of, delta_bytes, everything, header_of
 
 MODEL = everything()
 SCHEMA = Schema.of(MODEL)
@@ -38,7 +41,7 @@ AVERAGES = buffers_of(MODEL)
 
 def some_delta(seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    forms = SCHEMA.forms("trained")
+    forms = SCHEMA.types("trained")
     return {name: torch.randn(form.shape, dtype=form.dtype, generator=generator) for name, form in forms.items()}
 
 
@@ -118,7 +121,7 @@ class TestAdmission:
     def test_a_mask_of_infinities_is_admitted_where_the_global_one_has_them(self) -> None:
         assert isinstance(judged(GOOD), Delta)
         assert refused(GOOD, averages=None) == Refusal(
-            "mask has values that are not finite, or beyond 2^64, where the global weights' are others", damaged=False
+            "mask has values that are not finite, or beyond 2^64, and differ from the global ones", damaged=False
         )
 
     def test_a_nodes_own_delta_is_opened_without_judging_its_values(self) -> None:
@@ -170,7 +173,7 @@ class TestRefusal:
         [
             ({"protocol": PROTOCOL + 1}, "protocol 2"),
             ({"schema_id": "0" * 64}, "another model"),
-            ({"codec": "int4"}, "encoded by int4, not by fp32: distributed.codec differs"),
+            ({"codec": "int4"}, "its codec is int4, not fp32: distributed.codec differs"),
             ({"codec": "\u2028" * 64}, "codec"),
             ({"node": "eve"}, "it is in/eve/s1/00000003.safetensors, under another name"),
             ({"session": "s2"}, "under another name"),
@@ -198,7 +201,7 @@ class TestRefusal:
             ({"time": "t" * 65}, "time"),
             ({"signature": 5}, "signature"),
             ({"tokens": "gone"}, "tokens"),
-            ({"signature": "gone"}, "not written as it should"),
+            ({"signature": "gone"}, "not in the canonical form"),
             ({"more": 1}, "more"),
             ({"\u2028" * 300: 1}, "header of the delta"),
         ],
@@ -219,7 +222,7 @@ class TestRefusal:
         text = header_of(SCHEMA, sha256=content_sha256(tensors)).to_json()
 
         for other in (text.replace(":", ": "), text.replace('"seq":3', '"seq":9,"seq":3'), text + " "):
-            assert "not written as it should" in refused(pack_tensors(tensors, {"speedtronic_delta": other})).reason
+            assert "not in the canonical form" in refused(pack_tensors(tensors, {"speedtronic_delta": other})).reason
         assert refused(pack_tensors(tensors, {"speedtronic_delta": text, "more": "x"})).reason == "it is not a delta"
 
     def test_a_safetensors_object_of_another_kind_is_no_delta(self) -> None:
@@ -358,3 +361,51 @@ def test_a_header_made_by_hand_is_checked_as_well() -> None:
     with pytest.raises(ValueError, match="node"):
         header_of(SCHEMA, node="a/../b")
     assert isinstance(header_of(SCHEMA), DeltaHeader)
+
+
+# --- Pseudo-gradients
+
+
+class TestDifferences:
+    def test_a_pseudo_gradient_points_back_to_the_baseline(self) -> None:
+        baseline = {"w": torch.tensor([3.0, 1.0]), "z": torch.tensor([1 + 1j]), "n": torch.tensor([5])}
+        current = {"w": torch.tensor([1.0, 2.0]), "z": torch.tensor([0 + 3j]), "n": torch.tensor([9])}
+
+        delta = compute_pseudo_gradient(baseline, current)
+
+        assert_equal(delta, {"w": torch.tensor([2.0, -1.0]), "z": torch.tensor([1 - 2j])})
+
+    def test_halves_are_subtracted_in_float32(self) -> None:
+        baseline = {"w": torch.tensor([256.0], dtype=torch.bfloat16)}
+        current = {"w": torch.tensor([0.001], dtype=torch.bfloat16)}
+
+        delta = compute_pseudo_gradient(baseline, current)
+
+        assert_equal(delta, {"w": baseline["w"].float() - current["w"].float()})
+
+    @pytest.mark.parametrize("current", [{"w": torch.ones(3)}, {"w": torch.ones(2), "v": torch.ones(1)}, {}])
+    def test_other_names_or_shapes_are_refused(self, current: Tensors) -> None:
+        with pytest.raises(ValueError, match="[vw] "):
+            compute_pseudo_gradient({"w": torch.ones(2)}, current)
+
+    def test_the_average_is_the_mean_in_float32(self) -> None:
+        deltas: list[Tensors] = [{"w": torch.tensor([value], dtype=torch.float16)} for value in (1.0, 2.0, 60000.0)]
+
+        mean = average_deltas(deltas)
+
+        assert_equal(mean, {"w": torch.tensor([60003.0]) / 3})
+
+    def test_averaging_changes_no_delta(self) -> None:
+        deltas = [{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}]
+
+        average_deltas(deltas)
+
+        assert_equal(deltas[0], {"w": torch.tensor([1.0])})
+
+    def test_nothing_has_no_average(self) -> None:
+        with pytest.raises(ValueError, match="no delta"):
+            average_deltas([])
+
+    def test_deltas_of_different_shapes_have_no_average(self) -> None:
+        with pytest.raises(ValueError, match="shape"):
+            average_deltas([{"w": torch.ones(2)}, {"w": torch.ones(3)}])

@@ -19,9 +19,9 @@ from speedtronic.distributed.protocol import (
     weights_name,
 )
 from speedtronic.distributed.requests import Put, perform
+from speedtronic.distributed.schema import Schema
 from speedtronic.distributed.stores.base import Entry, Listing
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import Schema
 from speedtronic.errors import StoreContentError, StoreRefusedError, StoreUnavailableError
 from tests.support.masters import (
     INITIAL,
@@ -40,7 +40,7 @@ from tests.support.masters import (
     weights_of,
 )
 
-AVERAGING = MasterSettings(lr=1.0, momentum=0.0, expected_nodes=1)
+AVERAGING = MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=1)
 
 
 def weight_of(store: MemoryStore | Watched) -> Tensor:
@@ -80,7 +80,7 @@ def test_a_master_says_from_where_it_goes_on() -> None:
     send(store, "a", 1, [0.0] * 3)
     perform(first.poll(), store)
     perform(new_master(AVERAGING, heard=heard).poll(), store)
-    assert heard.words == "goes on from version 1 of the store"
+    assert heard.words == "continues from version 1 of the store"
 
 
 def test_a_manifest_that_nobody_could_read_is_not_created(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,10 @@ def test_deltas_are_added_in_sorted_order_whatever_the_order_in_which_they_came(
 
 
 def test_late_and_uneven_deltas_weigh_as_the_formula_says() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.5, expected_nodes=3, quorum=2))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.5, expected_nodes=3, quorum=2)),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [0.3, 0.0, 0.0], tokens=1000, steps=10)
     send(store, "b", 1, [0.0, 0.6, 0.0], tokens=4000, steps=20)
@@ -188,7 +191,10 @@ def test_late_and_uneven_deltas_weigh_as_the_formula_says() -> None:
 
 
 def test_a_node_of_twice_the_steps_weighs_no_more() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=2, quorum=2))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=2, quorum=2)),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [2.0, 0.0, 0.0], steps=10, tokens=1000)
     send(store, "b", 1, [0.0, 2.0, 0.0], steps=20, tokens=2000)
@@ -198,7 +204,10 @@ def test_a_node_of_twice_the_steps_weighs_no_more() -> None:
 
 
 def test_a_part_of_a_round_moves_its_part() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=4, quorum=1))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=4, quorum=1)),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [4.0, 0.0, 0.0])
     perform(master.poll(), store)
@@ -207,7 +216,7 @@ def test_a_part_of_a_round_moves_its_part() -> None:
 
 
 def test_deltas_of_one_node_in_one_round_count_as_one_larger_delta() -> None:
-    settings = MasterSettings(lr=1.0, momentum=0.5, expected_nodes=2, quorum=2)
+    settings = MasterSettings(outer_lr=1.0, outer_momentum=0.5, expected_nodes=2, quorum=2)
     one_by_one, at_once = MemoryStore(), MemoryStore()
     for store, parts in ((one_by_one, [1.0, 2.0, 3.0]), (at_once, [6.0])):
         master = new_master(settings)
@@ -234,7 +243,10 @@ def test_one_round_is_at_most_whole() -> None:
 
 
 def test_float_buffers_are_averaged_and_integer_buffers_are_taken_from_the_newest() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=4, quorum=2))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=4, quorum=2)),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [0.0] * 3, buffers={"running": torch.tensor([4.0, 10.0]), "count": torch.tensor(5)})
     send(store, "b", 1, [0.0] * 3, buffers={"running": torch.tensor([8.0, 10.0]), "count": torch.tensor(9)})
@@ -269,7 +281,10 @@ def test_frozen_parameters_stay() -> None:
 
 
 def test_bf16_deltas_are_decoded() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=1, codec="bf16"))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=1, codec="bf16")),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [0.1, 0.0, 0.0], codec="bf16")
     assert perform(master.poll(), store) == 1
@@ -283,13 +298,13 @@ def test_bf16_deltas_are_decoded() -> None:
         (MasterSettings(expected_nodes=4), 1.0, 0.5),
         (MasterSettings(expected_nodes=4, quorum=3), 1.0, 0.5),
         (MasterSettings(expected_nodes=4, quorum=4), 0.7, 0.9),
-        (MasterSettings(expected_nodes=4, quorum=4, lr=0.3, momentum=0.1), 0.3, 0.1),
+        (MasterSettings(expected_nodes=4, quorum=4, outer_lr=0.3, outer_momentum=0.1), 0.3, 0.1),
     ],
 )
 def test_learning_rate_and_momentum_follow_the_mode_unless_given(
     settings: MasterSettings, lr: float, momentum: float
 ) -> None:
-    assert (settings.learning_rate, settings.outer_momentum) == (lr, momentum)
+    assert (settings.lr, settings.momentum) == (lr, momentum)
 
 
 # --- When a round starts
@@ -352,7 +367,7 @@ def test_a_synchronous_round_waits_for_all() -> None:
 
 def test_without_a_number_the_nodes_of_the_last_five_rounds_are_expected() -> None:
     store, clock = MemoryStore(), Clock()
-    master = new_master(MasterSettings(lr=1.0, momentum=0.0, quorum=1), clock=clock)
+    master = new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, quorum=1), clock=clock)
     perform(master.poll(), store)
     for node in "abcd":
         send(store, node, 1, [0.0] * 3)
@@ -471,7 +486,7 @@ def test_a_value_where_the_global_mask_has_none_is_refused() -> None:
 
 def test_a_version_takes_in_no_more_deltas_than_a_manifest_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(master_module, "_MOST_IN_A_VERSION", 3)
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=1))
+    store, master = MemoryStore(), new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=1))
     perform(master.poll(), store)
     sent = [send(store, "a", seq, [1.0] * 3).name for seq in range(1, 6)]
     assert [perform(master.poll(), store) for _ in range(3)] == [3, 2, 0]
@@ -725,7 +740,7 @@ def test_a_clean_up_that_fails_loses_nothing_and_is_made_up_for() -> None:
     store.refused = {"delete"}
     assert perform(master.poll(), store) == 1
     assert delta.name in names(store)
-    assert "is not deleted: delete in/a/s/00000001.safetensors: down" in heard.words
+    assert "could not be deleted: delete in/a/s/00000001.safetensors: down" in heard.words
     store.refused = set()
     assert perform(master.poll(), store) == 0
     assert names(store, "in/") == []
@@ -799,7 +814,7 @@ def test_a_master_that_wakes_hours_later_in_any_request_of_a_publication_does_no
 def test_two_masters_make_one_linear_history() -> None:
     choices = random.Random(6)
     store = MemoryStore()
-    settings = MasterSettings(lr=1.0, momentum=0.5, expected_nodes=2, quorum=1, keep_versions=3)
+    settings = MasterSettings(outer_lr=1.0, outer_momentum=0.5, expected_nodes=2, quorum=1, keep_versions=3)
     sent: dict[str, tuple[float, int]] = {}  # by name, value and base version
     count = dict.fromkeys("ab", 0)
     masters = [new_master(settings), new_master(settings)]
@@ -937,10 +952,10 @@ def test_another_outer_optimizer_begins_without_the_state_of_the_one_before() ->
     perform(new_master(AVERAGING).poll(), store)
     send(store, "a", 1, [1.0] * 3)
     perform(new_master(AVERAGING).poll(), store)
-    master = new_master(MasterSettings(outer="sgd", lr=1.0, expected_nodes=1), heard=heard)
+    master = new_master(MasterSettings(outer="sgd", outer_lr=1.0, expected_nodes=1), heard=heard)
     send(store, "a", 2, [1.0] * 3, base_version=1)
     assert perform(master.poll(), store) == 1
-    assert "sgd begins without the state of nesterov" in heard.words
+    assert "sgd starts without the state of nesterov" in heard.words
     assert head_of(store).momentum is None
     assert torch.equal(weight_of(store), INITIAL["weight"] - 2)
 
@@ -954,7 +969,7 @@ def test_a_version_whose_outer_state_is_none_is_refused_by_name() -> None:
     outer = head.outer.model_copy(update={"scalars": {"count": 7.0}})
     following = head.model_copy(update={"version": 2, "parent": head.sha256, "outer": outer})
     store.put_if_absent(head_name(2), following.to_bytes())
-    with pytest.raises(StoreContentError, match=r"head/00000002\.json: .*gathered 7\.0 rounds"):
+    with pytest.raises(StoreContentError, match=r"head/00000002\.json: .*count of 7\.0 rounds"):
         perform(new_master(settings).poll(), store)
 
 

@@ -17,8 +17,8 @@ from speedtronic.distributed.ledger import SPOOL
 from speedtronic.distributed.node import MAX_PENDING
 from speedtronic.distributed.protocol import Position
 from speedtronic.distributed.requests import Get, Procedure, Put
+from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import Schema, rebase_, snapshot
 from speedtronic.errors import StoreContentError, StoreUnavailableError
 from tests.support.nodes import FULL_DISK, AddingMaster, Counter, Life, MemoryFiles, each_once, started
 
@@ -66,12 +66,12 @@ def test_the_base_moves_when_the_spool_is_written_not_when_it_is_uploaded() -> N
     _, _, life = started()
     life.train(2)
     life.boundary()
-    assert life.node.commits
+    assert life.node.has_snapshot
     life.run(life.node.spool())
-    assert not life.node.commits
+    assert not life.node.has_snapshot
     assert life.node.unsent_steps == 0
     assert life.node.state_dict()["base"]["done"].tolist() == life.values
-    assert life.node.uploads
+    assert life.node.has_spooled
     assert life.payloads("delta_upload_queued") == [{"step": 2, "seq": 1, "bytes": len(life.files.contents[SPOOL])}]
 
 
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_after_the_upload_keeps_the_spool_and_uploads_no_sec
     life.run(life.node.spool())
     life.files.full = True
     assert not life.run(life.node.upload())
-    assert life.node.uploads
+    assert life.node.has_spooled
     store.delete("in/n/s1/00000001.safetensors")  # as a master does that has taken it in
     life.files.full = False
     assert life.run(life.node.upload())
@@ -593,10 +593,10 @@ def test_snapshots_use_the_memory_of_the_base_before() -> None:
     places = []
     for _ in range(6):
         life.train(2)
-        assert life.node.take() == "queued"
+        assert life.node.start_boundary() == "queued"
         values = snapshot(life.model, life.node.spare(), names=life.node.exchanged)
         places.append({name: tensor.data_ptr() for name, tensor in values.items()})
-        life.node.boundary(values, 1.0)
+        life.node.give_snapshot(values, 1.0)
         life.run(life.node.spool())
         life.run(life.node.upload())
         master.take_in()

@@ -437,7 +437,7 @@ def test_a_store_that_was_begun_anew_is_entered_as_a_new_node() -> None:
     install = again.take_up()
     assert install is not None
     assert install.adopt
-    assert "begun anew" in again.words("WARNING")[0]
+    assert "was created again" in again.words("WARNING")[0]
     at_once = Life(fresh, MemoryFiles(again.files.contents), "s3")  # it is no stranger any more
     at_once.take_up()
     assert at_once.words("WARNING") == []

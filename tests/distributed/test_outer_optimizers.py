@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from speedtronic.distributed.outer_optimizers import (
+from speedtronic.distributed.outer import (
     DelayedNesterovOuterOptimizer,
     NesterovOuterOptimizer,
     OuterOptimizer,
     SgdOuterOptimizer,
     make_outer,
 )
-from speedtronic.distributed.tensors import Tensors, pack_tensors, unpack_tensors
+from speedtronic.distributed.packed_tensors import pack_tensors, unpack_tensors
+from speedtronic.distributed.schema import Tensors
 
 NAMES = ["nesterov", "sgd", "delayed_nesterov"]
 MOMENTUM_NAMES = ["nesterov", "delayed_nesterov"]

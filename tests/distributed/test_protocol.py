@@ -1,5 +1,4 @@
 import hashlib
-import itertools
 import json
 import sys
 from subprocess import run
@@ -15,11 +14,9 @@ from speedtronic.distributed.protocol import (
     Mark,
     Outer,
     Rejection,
-    claim_place,
     copy_name,
     find_head,
     head_name,
-    is_processed,
     momentum_name,
     parse_blob_version,
     parse_delta_name,
@@ -28,7 +25,7 @@ from speedtronic.distributed.protocol import (
     read_manifest,
     weights_name,
 )
-from speedtronic.distributed.requests import Put, answer, perform
+from speedtronic.distributed.requests import perform
 from speedtronic.distributed.stores.base import Entry, Listing
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import StoreContentError, StoreUnavailableError
@@ -245,9 +242,9 @@ def test_another_protocol_is_named(version: int, word: str) -> None:
 
 
 def test_a_delta_up_to_the_mark_is_processed() -> None:
-    assert is_processed(manifest(), DeltaId("a", "s", 3))
-    assert not is_processed(manifest(), DeltaId("a", "s", 4))
-    assert not is_processed(manifest(), DeltaId("a", "t", 1))
+    assert manifest().has_processed(DeltaId("a", "s", 3))
+    assert not manifest().has_processed(DeltaId("a", "s", 4))
+    assert not manifest().has_processed(DeltaId("a", "t", 1))
 
 
 # --- The head
@@ -355,55 +352,8 @@ def test_a_store_that_keeps_nothing_whole_is_refused() -> None:
     store = Watched()
     for copy in range(protocol.MOST_COPIES):
         store.put_if_absent(copy_name(NAME, copy), b"other")
-    with pytest.raises(StoreContentError, match="does not keep"):
+    with pytest.raises(StoreContentError, match="did not keep"):
         perform(put_own(NAME, b"data"), store)
-
-
-# --- Places
-
-
-def test_each_node_gets_a_place_of_its_own_and_finds_it_again() -> None:
-    store = MemoryStore()
-    assert [perform(claim_place(node), store) for node in "abcab"] == [0, 1, 2, 0, 1]
-
-
-@pytest.mark.parametrize("at", range(4))
-@pytest.mark.parametrize("done", [True, False])
-def test_a_place_is_kept_over_a_lost_answer(at: int, done: bool) -> None:
-    store = MemoryStore()
-    perform(claim_place("a"), store)
-    with pytest.raises(StoreUnavailableError):
-        Fault(at, done=done, kills=False).run(claim_place("b"), store)
-    assert [perform(claim_place(node), store) for node in "bca"] == [1, 2, 0]
-
-
-@pytest.mark.parametrize("order", sorted(set(itertools.permutations("aaabbb"))))
-def test_nodes_that_claim_at_once_get_different_places(order: tuple[str, ...]) -> None:
-    store = MemoryStore()
-    places: dict[str, int] = {}
-    running = {node: claim_place(node) for node in "ab"}
-    asked = {node: next(procedure) for node, procedure in running.items()}
-    for node in itertools.chain(order, itertools.cycle("ab")):
-        if len(places) == 2:
-            break
-        if node in places:
-            continue
-        try:
-            asked[node] = running[node].send(answer(asked[node], store, None))
-        except StopIteration as end:
-            places[node] = end.value
-    assert sorted(places.values()) == [0, 1]
-
-
-def test_a_place_that_cannot_be_read_belongs_to_somebody_else() -> None:
-    store = MemoryStore()
-    store.put_if_absent("place/0000.json", b"?")
-    assert perform(claim_place("a"), store) == 1
-
-
-def test_a_place_is_asked_for_before_it_is_claimed() -> None:
-    procedure = claim_place("a")
-    assert not isinstance(next(procedure), Put)
 
 
 def test_fields_of_a_manifest_cannot_be_changed() -> None:

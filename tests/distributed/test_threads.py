@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from speedtronic.distributed.threads import Lane
+from speedtronic.distributed.threads import BackgroundThread
 
 SOON = 5.0  # seconds that a test waits for a thread before it fails
 NEVER = 3600.0
@@ -31,7 +31,7 @@ def counting(enough: int) -> tuple[Callable[[], bool], threading.Event]:
 
 def test_work_that_asks_for_more_is_called_again_at_once() -> None:
     work, done = counting(5)
-    lane = Lane("test", work, interval=NEVER, failed=ignore)
+    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
     lane.start()
     assert done.wait(SOON)
     assert lane.stop(SOON)
@@ -46,7 +46,7 @@ def test_work_is_done_again_after_the_interval() -> None:
             done.set()
         return False
 
-    lane = Lane("test", work, interval=0.001, failed=ignore)
+    lane = BackgroundThread("test", work, interval=0.001, failed=ignore)
     lane.start()
     assert done.wait(SOON)
     assert lane.stop(SOON)
@@ -63,7 +63,7 @@ def test_a_lane_that_is_woken_during_its_work_does_it_once_more() -> None:
         go_on.wait(SOON)
         return False
 
-    lane = Lane("test", work, interval=NEVER, failed=ignore)
+    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
     lane.start()
     assert begun.wait(SOON)
     lane.wake()
@@ -83,7 +83,7 @@ def test_an_error_is_told_and_the_lane_goes_on() -> None:
             return False
         raise OSError("the disk is full")
 
-    lane = Lane("test", work, interval=0.001, failed=told.append)
+    lane = BackgroundThread("test", work, interval=0.001, failed=told.append)
     lane.start()
     assert done.wait(SOON)
     assert lane.stop(SOON)
@@ -98,7 +98,7 @@ def test_a_lane_that_hangs_is_left_to_end_by_itself() -> None:
         go_on.wait(SOON)
         return True
 
-    lane = Lane("test", work, interval=NEVER, failed=ignore)
+    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
     lane.start()
     assert begun.wait(SOON)
     assert not lane.stop(0.0)
@@ -115,8 +115,8 @@ def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_o
         stopping.wait(NEVER)
         return True
 
-    waiting = Lane("waiting", work, interval=NEVER, failed=ignore, stopping=stopping)
-    idle = Lane("idle", lambda: False, interval=NEVER, failed=ignore, stopping=stopping)
+    waiting = BackgroundThread("waiting", work, interval=NEVER, failed=ignore, stopping=stopping)
+    idle = BackgroundThread("idle", lambda: False, interval=NEVER, failed=ignore, stopping=stopping)
     waiting.start()
     idle.start()
     assert begun.wait(SOON)
@@ -125,4 +125,4 @@ def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_o
 
 
 def test_a_lane_that_was_never_started_is_stopped_without_waiting() -> None:
-    assert Lane("test", lambda: False, interval=NEVER, failed=ignore).stop(0.0)
+    assert BackgroundThread("test", lambda: False, interval=NEVER, failed=ignore).stop(0.0)

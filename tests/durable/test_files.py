@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from speedtronic.durable.files import (
+    DamagedFileError,
     FileRecord,
     FileSystem,
     copy_file,
@@ -17,7 +18,6 @@ from speedtronic.durable.files import (
     verified,
     write_file,
 )
-from speedtronic.errors import CheckpointError
 
 
 class Recording(FileSystem):
@@ -82,7 +82,7 @@ def test_a_copy_is_compared_with_the_record(tmp_path: Path) -> None:
     copy_file(fs, tmp_path / "x", tmp_path / "y", record)
     assert (tmp_path / "y").read_bytes() == b"abcd"
     (tmp_path / "x").write_bytes(b"abce")
-    with pytest.raises(CheckpointError, match="x is damaged"):
+    with pytest.raises(DamagedFileError, match="x is damaged"):
         copy_file(fs, tmp_path / "x", tmp_path / "z", record)
 
 
@@ -94,16 +94,16 @@ def test_verified_reading_names_the_file_and_what_is_wrong(tmp_path: Path) -> No
         reader.read_into(memoryview(buffer))
     assert buffer == b"abcd"
     with (
-        pytest.raises(CheckpointError, match="x is damaged: it has 4 bytes instead of 5"),
+        pytest.raises(DamagedFileError, match="x is damaged: it has 4 bytes instead of 5"),
         verified(fs, tmp_path / "x", record._replace(size=5)),
     ):
         pass
     with (
-        pytest.raises(CheckpointError, match="x is damaged: its contents"),
+        pytest.raises(DamagedFileError, match="x is damaged: its contents"),
         verified(fs, tmp_path / "x", record._replace(sha256="0" * 64)) as reader,
     ):
         reader.read_into(memoryview(buffer))
-    with pytest.raises(CheckpointError, match="y is missing"), verified(fs, tmp_path / "y", record):
+    with pytest.raises(DamagedFileError, match="y is missing"), verified(fs, tmp_path / "y", record):
         pass
 
 
@@ -111,16 +111,16 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     fs = FileSystem()
     record = write_file(fs, tmp_path / "x", [b"abcd"])
     (tmp_path / "link").symlink_to(tmp_path / "x")
-    with pytest.raises(CheckpointError, match="not a plain file"), verified(fs, tmp_path / "link", record):
+    with pytest.raises(DamagedFileError, match="not a plain file"), verified(fs, tmp_path / "link", record):
         pass
-    with pytest.raises(CheckpointError, match="not a plain file"):
+    with pytest.raises(DamagedFileError, match="not a plain file"):
         read_small(fs, tmp_path / "link", 100)
 
 
 def test_small_files_have_a_limit(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abcd")
     assert read_small(FileSystem(), tmp_path / "x", 4) == b"abcd"
-    with pytest.raises(CheckpointError, match="larger than 3 bytes"):
+    with pytest.raises(DamagedFileError, match="larger than 3 bytes"):
         read_small(FileSystem(), tmp_path / "x", 3)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,23 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from speedtronic.durable.lock import LOCK_FILE, RunLock
-from speedtronic.errors import RunLockedError
+from speedtronic.durable.lock import LOCK_FILE, FolderLock, RunLock
+from speedtronic.errors import RunFolderError, RunLockedError
 
-# The package is bypassed so that the other process starts without loading torch.
 HOLDER = """
-import importlib.util, pathlib, sys
-import speedtronic
-spec = importlib.util.spec_from_file_location(
-    "lock", pathlib.Path(speedtronic.__file__).parent / "durable" / "lock.py"
-)
-lock = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(lock)
+import sys
+from speedtronic.durable.lock import RunLock
+from speedtronic.errors import RunLockedError
 try:
-    with lock.RunLock(sys.argv[1]):
+    with RunLock(sys.argv[1]):
         print("held", flush=True)
         sys.stdin.read()
-except lock.RunLockedError as error:
+except RunLockedError as error:
     print(error, flush=True)
 """
 
@@ -113,3 +109,67 @@ def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(status) == 0
         with other_process(tmp_path) as process:
             assert "is in use by" in first_line(process)
+
+
+def exclusive(folder: Path) -> FolderLock:
+    return FolderLock(folder, file="lock", held=ValueError, unusable=lambda error: error)
+
+
+def test_an_exclusive_lock_keeps_out_the_same_process_too(tmp_path: Path) -> None:
+    with exclusive(tmp_path), pytest.raises(ValueError, match="^this process$"):
+        exclusive(tmp_path).__enter__()
+    with exclusive(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_the_callers_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        exclusive(tmp_path / "file" / "folder").__enter__()
+    with pytest.raises(RunFolderError, match=r"cannot be used as the folder of a run .*run\.output_dir"):
+        RunLock(tmp_path / "file" / "folder").__enter__()
+
+
+def test_a_file_system_without_locks_is_named_as_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("speedtronic.durable.lock._lock", refuse)
+    with pytest.raises(RunFolderError, match="No locks available: its file system has no locks"):
+        RunLock(tmp_path).__enter__()
+
+
+def test_a_holder_may_remove_the_folder_with_its_lock(tmp_path: Path) -> None:
+    lock = exclusive(tmp_path / "work")
+    for _ in range(2):
+        lock.__enter__()
+        (tmp_path / "work" / "half").write_text("x")
+        lock.exit_and_remove()
+        assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be removed there")
+@pytest.mark.parametrize("before_it_is_opened", [False, True])
+def test_a_lock_file_that_its_last_holder_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_it_is_opened: bool
+) -> None:
+    removed: list[Path] = []
+    opened = os.open
+
+    def open_and_lose(path: Path, *rest: int) -> int:
+        first = not removed
+        removed.append(path)
+        if first and before_it_is_opened:
+            path.parent.rmdir()
+        descriptor = opened(path, *rest)
+        if first:
+            path.unlink()
+        return descriptor
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.open", open_and_lose)
+        lock = exclusive(tmp_path / "work").__enter__()
+    assert len(removed) == 2
+    with pytest.raises(ValueError, match="this process"):
+        exclusive(tmp_path / "work").__enter__()
+    lock.exit_and_remove()

@@ -1,16 +1,27 @@
 from __future__ import annotations
 
-import io
 import json
+import os
 import struct
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
-from speedtronic.durable.tensor_file import DTYPE_NAMES, read_tensors, tensor_chunks
-from speedtronic.errors import CheckpointError
+from speedtronic.durable.files import DamagedFileError, fill
+from speedtronic.durable.tensor_file import (
+    DTYPE_NAMES,
+    check_tensor_bytes,
+    read_header,
+    read_tensor,
+    read_tensors,
+    tensor_chunks,
+)
 
 TENSORS = {
     "weight": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
@@ -26,13 +37,11 @@ def written(tensors: dict[str, torch.Tensor], **metadata: str) -> bytes:
 
 
 def read(data: bytes) -> dict[str, torch.Tensor]:
-    file = io.BytesIO(data)
-
-    def read_into(buffer: memoryview) -> None:
-        if file.readinto(buffer) != len(buffer):
-            raise CheckpointError("it ends too early")
-
-    return read_tensors(read_into, len(data))
+    with NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        with FileIO(file.name) as opened:
+            return read_tensors(Path(file.name), partial(fill, opened), len(data))
 
 
 def raw(header: Any, data: bytes = b"") -> bytes:
@@ -103,10 +112,28 @@ def test_tensors_that_were_read_have_memory_of_their_own() -> None:
         raw({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2**70]}}, b"1234"),
         raw({"__metadata__": {"tied": ["x"]}}),
         raw({"__metadata__": 5}),
+        raw({"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"),
         struct.pack("<Q", 3) + b"\xff\xfe\xfd",
     ],
-    ids=range(23),
+    ids=range(24),
 )
-def test_what_is_not_a_safetensors_file_is_a_checkpoint_error(data: bytes) -> None:
-    with pytest.raises(CheckpointError):
+def test_what_is_not_a_safetensors_file_is_an_error(data: bytes) -> None:
+    with pytest.raises(DamagedFileError):
         read(data)
+
+
+def test_a_file_that_is_cut_after_its_header_was_read_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(written({"a": torch.zeros(1000)}))
+    header = read_header(path)
+    os.truncate(path, header.size + 100)
+    with FileIO(path) as file:
+        file.seek(header.size)
+        with pytest.raises(DamagedFileError, match="ends too early"):
+            read_tensor(partial(fill, file), header.places[0])
+
+
+def test_bytes_in_memory_are_checked_as_a_file_is() -> None:
+    check_tensor_bytes(written(TENSORS))
+    with pytest.raises(DamagedFileError, match="not safetensors data"):
+        check_tensor_bytes(written(TENSORS)[:-1])

@@ -91,8 +91,8 @@ def test_a_hanging_hook_is_waited_for_once_and_hears_the_rest_when_it_comes_back
         thread.tell("train_step", {"step": step})
     assert hanging.heard == []
     assert messages == [
-        "hook Hanging takes too long, now on train_step: training no longer waits for it, so it hears of events late, "
-        "and misses some when it lags far behind"
+        "hook Hanging takes too long, now on train_step: training no longer waits for it, so it gets events late, "
+        "and misses some if it falls far behind"
     ]
     hanging.go.set()
     hanging.wait_for(5)
@@ -109,7 +109,7 @@ def test_what_a_hanging_hook_has_to_hear_is_bounded(
     hanging.wait_for(1001)  # the one that it hung on, and the thousand that found a place
     thread.close()
     assert hanging.heard == list(range(1001))
-    assert messages[1:] == ["hook Hanging was too slow to hear of 499 events"]
+    assert messages[1:] == ["hook Hanging was too slow and missed 499 events"]
 
 
 def test_patience_is_for_all_events_together(thread_of: Callable[..., HookThread], messages: list[str]) -> None:
@@ -131,7 +131,7 @@ def test_closing_waits_no_longer_than_the_patience(
     thread.tell("train_end", {"step": 1})
     thread.close()
     assert hanging.heard == []
-    assert messages[1:] == ["hook Hanging has not come back; 1 events were left for it"]
+    assert messages[1:] == ["hook Hanging has not returned; 1 events did not reach it"]
 
 
 def test_closing_lets_a_slow_hook_come_to_its_end(

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedtronic.metrics.jsonl import JsonlSink, _encode_line
+from speedtronic.metrics.jsonl import JsonlSink, encode_line
 from speedtronic.metrics.records import INFO, Record
 
 TIME = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -47,7 +47,7 @@ def test_a_line_holds_event_payload_elapsed_and_time(tmp_path: Path) -> None:
 
 def test_a_nonfinite_number_is_null_and_its_key_listed() -> None:
     payload = {"loss": math.nan, "lr": 0.1, "nested": {"a": [1.0, -math.inf]}}
-    line = parse(_encode_line(record("nonfinite", payload)))
+    line = parse(encode_line(record("nonfinite", payload)))
     assert line["loss"] is None
     assert line["lr"] == 0.1
     assert line["nested"] == {"a": [1.0, None]}
@@ -55,7 +55,7 @@ def test_a_nonfinite_number_is_null_and_its_key_listed() -> None:
 
 
 def test_event_elapsed_and_time_mean_the_same_on_every_line() -> None:
-    line = parse(_encode_line(record("train_end", {"event": "x", "time": "y", "elapsed_s": 9.0})))
+    line = parse(encode_line(record("train_end", {"event": "x", "time": "y", "elapsed_s": 9.0})))
     assert (line["event"], line["elapsed_s"]) == ("train_end", 1.25)
     assert line["time"].startswith("2030")
 
@@ -69,7 +69,7 @@ values = st.recursive(
 
 @given(st.dictionaries(st.text(), values, max_size=5))
 def test_whatever_the_payload_a_line_is_one_strict_json_object(payload: dict[str, Any]) -> None:
-    line = _encode_line(record("eval", payload))
+    line = encode_line(record("eval", payload))
     assert "\n" not in line
     assert line.isascii()
     assert parse(line)["event"] == "eval"

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from speedtronic.metrics.events import event_level
 from speedtronic.metrics.lines import format_line, short_bytes, short_number
-from speedtronic.metrics.records import Record, event_level
+from speedtronic.metrics.records import Record
 
 
 def line(event: str, payload: dict[str, Any]) -> str:

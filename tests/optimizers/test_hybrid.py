@@ -434,7 +434,7 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     weights, optimizer = build()
     adamw = torch.optim.AdamW([{"params": group["params"]} for group in weights.groups()])
     train(weights, adamw, range(1))
-    with pytest.raises(ValueError, match="another kind.*those here are by adamw, adamw, muon"):
+    with pytest.raises(ValueError, match="another kind.*the groups here by adamw, adamw, muon"):
         optimizer.load_state_dict(adamw.state_dict())
     swapped = HybridOptimizer([{**group, "algorithm": "adamw"} for group in weights.groups()])
     with pytest.raises(ValueError, match="trained by adamw, adamw, adamw"):

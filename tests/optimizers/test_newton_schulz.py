@@ -294,7 +294,7 @@ def test_a_16_bit_matrix_of_large_entries_does_not_overflow() -> None:
 
 def test_a_large_matrix_is_normalised_as_exactly_as_polar_express_needs() -> None:
     large = torch.full((1, 2048, 4096), 0.3)
-    excess = float(module._of_unit_norm(large, 1e-7).double().norm()) - 1
+    excess = float(module._divide_by_norm(large, 1e-7).double().norm()) - 1
     assert abs(excess) < 2e-5
     value = 1 + 2e-5
     for a, b, c in module._schedule("polar_express", 8, module._FINE_MARGIN):

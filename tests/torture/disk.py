@@ -21,7 +21,7 @@ from tests.torture.plan import Faults, Plan
 
 _HALF_WRITTEN = re.compile(r"\.tmp-step_\d+.*-(\d+)")
 _REMOVED = re.compile(r"\.tmp-removed-.+-(\d+)")
-_LATEST = re.compile(r"latest\.json|\.tmp-latest\.json-(\d+)")
+_LATEST = re.compile(r"latest\.json|\.tmp-latest\.json-(?:.+-)?(\d+)")
 _LONGEST_DELAY = 0.002  # seconds between the beginning of what has no middle of its own and the kill
 
 

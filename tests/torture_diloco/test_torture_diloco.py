@@ -16,8 +16,8 @@ from torch import nn
 from speedtronic.distributed.master import MasterSettings
 from speedtronic.distributed.protocol import DeltaId, Manifest, Position, Rejection
 from speedtronic.distributed.requests import perform
+from speedtronic.distributed.schema import Schema, snapshot
 from speedtronic.distributed.stores.folder import FolderStore
-from speedtronic.distributed.tensors import Schema, snapshot
 from tests.support.masters import new_master, packed_delta
 from tests.torture_diloco import history
 from tests.torture_diloco.history import History

@@ -1,4 +1,4 @@
-"""What checkpoints a folder holds, by a quick look: names, manifests and sizes, not contents."""
+"""The checkpoints in a folder, by a quick look: names, manifests and sizes, not contents."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CheckpointEntry:
         path: its folder.
         step: the global step, from its name.
         size: bytes of the files in it.
-        manifest: what it says of itself, or None when that cannot be read.
-        problem: what is wrong with it, or None when all its files are there in full.
+        manifest: None when it cannot be read.
+        problem: what is wrong with it, or None when all its files are there in full size.
     """
 
     path: Path
@@ -36,21 +36,21 @@ class CheckpointEntry:
 
     @property
     def run_id(self) -> str:
-        """The run it belongs to; empty when that cannot be read."""
+        """The run it belongs to; empty when the manifest cannot be read."""
         return self.manifest.run_id if self.manifest else ""
 
     @property
     def sequence(self) -> int:
-        """Its place among the saves of its run; 0 when that cannot be read."""
+        """Its place among the saves of its run; 0 when the manifest cannot be read."""
         return self.manifest.sequence if self.manifest else 0
 
     @property
     def eval_loss(self) -> float | None:
-        """The loss on held-out data; None when it was not measured, or that cannot be read."""
+        """The loss on held-out data; None when it was not measured, or the manifest cannot be read."""
         return self.manifest.eval_loss if self.manifest else None
 
     def may_belong_to(self, run_id: str) -> bool:
-        """Whether it is of this run, or does not tell."""
+        """Whether it belongs to this run, as far as can be told."""
         if self.manifest is not None:
             return self.manifest.run_id == run_id
         match = _NAME.fullmatch(self.path.name)
@@ -62,7 +62,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def scan(fs: FileSystem, directory: Path) -> list[CheckpointEntry]:
-    """All checkpoints in a folder, of every run, by step; none when there is no such folder.
+    """All checkpoints in a folder, of every run, sorted by step. Without such a folder there are none.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -78,7 +78,7 @@ def scan(fs: FileSystem, directory: Path) -> list[CheckpointEntry]:
 
 
 def inspect(fs: FileSystem, path: Path) -> CheckpointEntry:
-    """Look at one checkpoint. Whatever is wrong is told in the entry, not raised."""
+    """Look at one checkpoint. What is wrong with it stands in the entry and is not raised."""
     match = _NAME.fullmatch(path.name)
     step = int(match["step"]) if match else 0
     try:
@@ -95,12 +95,12 @@ def inspect(fs: FileSystem, path: Path) -> CheckpointEntry:
 
 
 def of_run(entries: Sequence[CheckpointEntry], run_id: str) -> list[CheckpointEntry]:
-    """One run's readable checkpoints, in the order they were saved, newest first."""
+    """One run's readable checkpoints, the last saved first."""
     return [entry for entry in newest_first(entries) if entry.run_id == run_id]
 
 
 def newest_first(entries: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
-    """Readable checkpoints, newest first. Within a run the count of saves decides, which needs no clock."""
+    """Readable checkpoints, newest first. Runs are compared by the clock, saves of one run by their count."""
     last_saved: dict[str, str] = {}
     for entry in entries:
         if entry.manifest is not None:
@@ -110,7 +110,7 @@ def newest_first(entries: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
 
 
 def by_eval_loss(newest_first: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
-    """Those that were evaluated, the best first; of equal ones the newer."""
+    """Those that were evaluated, the best first; of equal ones the newer first."""
     ranked = [(entry.eval_loss, age, entry) for age, entry in enumerate(newest_first) if entry.eval_loss is not None]
     return [entry for _, _, entry in sorted(ranked)]
 

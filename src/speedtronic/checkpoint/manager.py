@@ -1,4 +1,4 @@
-"""`CheckpointManager`: a folder of checkpoints that always holds a sound one once there was one.
+"""`CheckpointManager`: a folder of checkpoints. Once it holds a sound one, it always holds one.
 
     checkpoints/
         step_000000000500/      one checkpoint:
@@ -9,21 +9,19 @@
         step_000000001000/
         latest.json             names the newest, and its run
 
-A checkpoint is written into a temporary folder, each file flushed to the disk, the manifest last, and
-renamed into place. Several runs may use one folder, one after the other: each names itself by a random run
-id, loads what `latest.json`'s run left, and never overwrites or removes what another run wrote.
+A checkpoint is written into a temporary folder: each file is flushed to the disk, the manifest last, and the folder is
+renamed into place. Several runs may use one folder, one after the other. Each run has a random id, continues the run
+that `latest.json` names, and never overwrites or removes the checkpoints of another run.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +44,7 @@ from speedtronic.checkpoint.manifest import (
     Pointer,
     UnreadableError,
     current_versions,
+    damage_is_checkpoint_error,
     read_pointer,
 )
 from speedtronic.checkpoint.snapshot import (
@@ -58,17 +57,12 @@ from speedtronic.checkpoint.snapshot import (
 )
 from speedtronic.checkpoint.throttle import Throttle, background_share
 from speedtronic.durable.files import FileSystem, copy_file, ensure_directory, no_pause, replace_file, write_file
-from speedtronic.durable.processes import process_is_alive
+from speedtronic.durable.folders import clean_folder, remove_folder, temporary_beside
 from speedtronic.errors import CheckpointError
 
 LATEST = "latest.json"
-_TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")
-_PICKLES = "*.pt"
 
 T = TypeVar("T")
-
-# Temporary folders that this process is filling: a process id in a name may be this one's by reuse.
-_being_written: set[Path] = set()
 
 
 def _warn(message: str) -> None:
@@ -87,21 +81,20 @@ class CheckpointManager:
         every_steps: cadence of `should_save`, at least 1.
         keep_last: how many of this run's newest checkpoints `prune` leaves, at least 1; None keeps all.
         enabled: False makes `should_save` always False and `save` an error; loading works.
-        every_minutes: another cadence of `should_save`, over 0: minutes from the start of the last save, at first from
-            the manager's own.
+        every_minutes: another cadence of `should_save`, over 0: minutes since the last save started, or since the
+            manager was made.
         keep_every: `prune` also leaves this run's checkpoints of steps that are a multiple of it, at least 1.
-        keep_best: `prune` also leaves as many of this run's sound checkpoints with the lowest `eval_loss`; of equal
-            ones the newer.
+        keep_best: `prune` also leaves this many of the run's sound checkpoints, those with the lowest `eval_loss`; of
+            equal ones the newer.
         warn: told of a damaged checkpoint that was passed over, and of old ones that could not be removed.
         fs: the file system operations.
         now: the time in UTC, which is only shown.
         clock: the time in seconds, which never jumps.
 
     Attributes:
-        run_id: hex; names this run in its checkpoints. Random at first; `load_latest` takes over the loaded
-            run's.
-
-        loaded_path: the checkpoint that `load_latest` returned the state of, or `verified_path` the folder.
+        run_id: hex; names this run in its checkpoints. Random at first; `load_latest` takes over that of the loaded
+            run.
+        loaded_path: the checkpoint that `load_latest` or `verified_path` found.
 
     Raises:
         CheckpointError: a cadence or a count that is too small.
@@ -152,7 +145,7 @@ class CheckpointManager:
         self._buffers = SnapshotBuffers()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[Path] | None = None
-        self._pace = Throttle(1.0)
+        self._throttle = Throttle(1.0)
         self._overtaken = False
         self._failure: BaseException | None = None
 
@@ -160,7 +153,10 @@ class CheckpointManager:
         """Whether a cadence asks for a checkpoint after `step`. Asking changes nothing; starting a save does."""
         if not self.enabled or step <= 0:
             return False
-        return step % self.every_steps == 0 or self._minutes_are_over()
+        minutes_are_over = (
+            self.every_minutes is not None and self._clock() - self._last_start >= 60 * self.every_minutes
+        )
+        return step % self.every_steps == 0 or minutes_are_over
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint, then remove those that `keep_last` no longer covers.
@@ -185,31 +181,31 @@ class CheckpointManager:
         return self._write(step, take_snapshot(state))
 
     def save_async(self, step: int, state: dict[str, Any]) -> Future[Path]:
-        """Like `save`, but a background thread writes, from copies of the tensors taken before this returns.
+        """Like `save`, but a background thread writes, from copies of the tensors that are made before this returns.
 
         The copies take as much memory as the state's tensors; it is kept for the next save, until `close`. Where
-        training keeps all processors busy, the thread takes little of them, until it is waited for. One save is on its
-        way at a time: a former one that still is, is waited for first.
+        training keeps all processors busy, the thread takes little of them until somebody waits for it. Only one save
+        runs at a time: if the one before still runs, this waits for it first.
 
         Returns:
-            The future path. `wait` raises what the save raised, whether or not the future was asked.
+            The future path. `wait` raises what the save raised, whether or not anybody asked the future.
 
         Raises:
             CheckpointError: the manager is disabled, or something in the state cannot be saved; the message
                 names it. Or there is no memory for the copies.
         """
-        # At a cadence that leaves no time for a slow pace, full speed from now on takes less than waiting each time.
+        # If the cadence leaves no time for a slow save, full speed from now on costs less than waiting each time.
         self._overtaken = self._overtaken or (self._pending is not None and not self._pending.done())
         self._begin(step)
         snapshot = take_snapshot(state, self._buffers)
         if self._writer is None:
             self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
-        self._pace = Throttle(1.0 if self._overtaken else background_share(training_on_cpu=snapshot.on_cpu))
-        self._pending = self._writer.submit(self._write, step, snapshot, self._pace.pause)
+        self._throttle = Throttle(1.0 if self._overtaken else background_share(training_on_cpu=snapshot.on_cpu))
+        self._pending = self._writer.submit(self._write, step, snapshot, self._throttle.pause)
         return self._pending
 
     def wait(self) -> None:
-        """Return when no save is on its way.
+        """Return when no save is running.
 
         Raises:
             OSError, CheckpointError: what the first background save that failed since the last `wait` raised.
@@ -220,9 +216,9 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Wait for the save on its way, and give back the memory of its snapshot and the thread.
+        """Wait for a save that is running, and free the memory of the snapshot and the thread.
 
-        What the save raised is left for `wait`. The manager can be used on; a later `save_async` takes both again.
+        What the save raised is kept for `wait`. The manager can still be used: `save_async` takes both again.
         """
         self._settle()
         self._buffers.release()
@@ -233,10 +229,9 @@ class CheckpointManager:
     def load_latest(self) -> dict[str, Any] | None:
         """The state in the newest sound checkpoint of the run that `latest.json` names.
 
-        Tensors are on the CPU. Every byte is compared with the manifest's checksums. A damaged checkpoint is
-        passed over, with a warning, for the next older one of the same run. Without a readable `latest.json`
-        it is that of the run that saved last. The manager goes on as the loaded run: it takes over its
-        `run_id`.
+        Tensors are on the CPU. Every byte is compared with the manifest's checksums. A damaged checkpoint is passed
+        over, with a warning, for the next older one of the same run. Without a readable `latest.json` the run that
+        saved last is taken. The manager continues the loaded run: it takes over its `run_id`.
 
         Returns:
             The state, equal to what was saved; None when the folder has no checkpoint.
@@ -245,14 +240,19 @@ class CheckpointManager:
             CheckpointError: there are checkpoints but none is sound, or they are of a newer format, or only
                 `.pt` files of version 2.0.
         """
-        return self._newest_sound_by(self._read)
+        return self._newest_sound(lambda path, manifest: read_state(self._fs, path, manifest))
 
     def verified_path(self) -> Path | None:
         """The folder of the checkpoint that `load_latest` would return, after every byte was compared.
 
         Passes over damaged ones, takes over the run and raises as `load_latest` does.
         """
-        return self._newest_sound_by(self._verified)
+
+        def checked(path: Path, manifest: Manifest) -> Path:
+            check_files(self._fs, path, manifest)
+            return path
+
+        return self._newest_sound(checked)
 
     def latest_path(self) -> Path | None:
         """The folder that `load_latest` would try first, by a quick look; None when there is none."""
@@ -264,7 +264,7 @@ class CheckpointManager:
     def prune(self) -> list[Path]:
         """Remove this run's checkpoints that neither `keep_last`, `keep_every` nor `keep_best` covers.
 
-        Its newest sound one always stays, and so does one whose soundness a failing disk hides.
+        Its newest sound one always stays. One that a failing disk cannot read stays too: it may be sound.
 
         Returns:
             The folders that were removed.
@@ -290,11 +290,21 @@ class CheckpointManager:
         """
         self._settle()
         entries = self.entries()
-        entry = self._newest_sound(_candidates(entries, self._pointer())) if entries else None
+        candidates = _candidates(entries, self._pointer()) if entries else []
+        entry = next((entry for entry in candidates if self._soundness(entry) == "sound"), None)
         if entry is None or entry.manifest is None:
             raise CheckpointError(f"{self.directory}: there is no sound checkpoint to copy")
+        source, manifest = entry.path, entry.manifest
+
+        def copy(folder: Path) -> None:
+            with damage_is_checkpoint_error():
+                for name in FILES:
+                    copy_file(self._fs, source / name, folder / name, manifest.files[name])
+            write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
+
         other = CheckpointManager(destination, fs=self._fs, warn=self._warn)
-        return other._receive(entry.path, entry.manifest)
+        other.run_id = manifest.run_id
+        return other._install(manifest.step, copy)
 
     def entries(self) -> list[CheckpointEntry]:
         """All checkpoints in the folder, of every run, by step; a quick look at each."""
@@ -316,118 +326,23 @@ class CheckpointManager:
             raise CheckpointError(f"{path}: {error}") from error
         return entry.manifest
 
+    # ------------------------------------------------------------------ saving
+
     def _begin(self, step: int) -> None:
         if not self.enabled:
-            raise CheckpointError("checkpointing is off (checkpoint.enabled: false); there is nothing to save to")
+            raise CheckpointError("checkpointing is off (checkpoint.enabled: false), so nothing can be saved")
         if step < 0:
             raise CheckpointError(f"a checkpoint's step is at least 0, got {step}")
         self._settle()
         self._last_start = self._clock()
 
-    def _minutes_are_over(self) -> bool:
-        return self.every_minutes is not None and self._clock() - self._last_start >= 60 * self.every_minutes
-
     def _settle(self) -> None:
-        """Wait for the save that is on its way; what it raised is kept for `wait`."""
+        """Wait for a save that is running. What it raised is kept for `wait`."""
         if self._pending is not None:
-            self._pace.hurry()
+            self._throttle.hurry()
             failure = self._pending.exception()
             self._pending = None
             self._failure = self._failure or failure
-
-    def _newest_sound_by(self, read: Callable[[CheckpointEntry], T]) -> T | None:
-        """What `read` makes of the newest checkpoint that it does not raise for."""
-        self._settle()
-        entries = self.entries()
-        if not entries:
-            self._refuse_pickles()
-            return None
-        pointer = self._pointer()
-        if pointer is None:
-            self._warn(f"{self.directory / LATEST} is missing or damaged; looking for the newest sound checkpoint")
-        damaged: list[CheckpointEntry] = []
-        for entry in _candidates(entries, pointer):
-            try:
-                result = read(entry)
-            except (CheckpointError, OSError) as error:
-                damaged.append(replace(entry, problem=str(error)))
-            else:
-                self._adopt(entry, entries)
-                self._warn_of(damaged, entries, entry)
-                return result
-        raise CheckpointError(self._none_sound(damaged, entries))
-
-    def _pointer(self) -> Pointer | None:
-        """What `latest.json` says, or None when it is missing or damaged."""
-        try:
-            return read_pointer(self._fs, self.directory / LATEST)
-        except (NewerFormatError, UnreadableError) as error:
-            # A disk that fails for the moment must not let another run's checkpoint be taken for this one's.
-            raise CheckpointError(f"{self.directory}: {error}") from error
-        except CheckpointError:
-            return None
-
-    def _read(self, entry: CheckpointEntry) -> dict[str, Any]:
-        return read_state(self._fs, entry.path, _manifest_of(entry))
-
-    def _verified(self, entry: CheckpointEntry) -> Path:
-        check_files(self._fs, entry.path, _manifest_of(entry))
-        return entry.path
-
-    def _adopt(self, loaded: CheckpointEntry, entries: list[CheckpointEntry]) -> None:
-        """Continue the run of a checkpoint that was just loaded."""
-        own = of_run(entries, loaded.run_id)
-        self.loaded_path = loaded.path
-        self.run_id = loaded.run_id
-        self._saves = own[0].sequence
-        self._sound.add(loaded.path)
-
-    def _warn_of(self, damaged: list[CheckpointEntry], entries: list[CheckpointEntry], loaded: CheckpointEntry) -> None:
-        """Name each checkpoint that should have been loaded rather than the one that was."""
-        unreadable = [
-            entry
-            for entry in entries
-            if entry.manifest is None and entry.step >= loaded.step and entry.may_belong_to(loaded.run_id)
-        ]
-        for entry in (*damaged, *unreadable):
-            self._warn(f"checkpoint {entry.path} was passed over for {loaded.path.name}: {entry.problem}")
-
-    def _none_sound(self, damaged: list[CheckpointEntry], entries: list[CheckpointEntry]) -> str:
-        unreadable = [entry for entry in entries if entry.manifest is None]
-        reasons = "; ".join(f"{entry.path.name}: {entry.problem}" for entry in (*damaged, *unreadable))
-        if reasons:
-            return f"{self.directory}: no checkpoint can be loaded: {reasons}"
-        return (
-            f"{self.directory}: {LATEST} names a run none of whose checkpoints is here; "
-            f"remove {LATEST} to go on from the newest of another run"
-        )
-
-    def _newest_sound(self, newest_first: list[CheckpointEntry]) -> CheckpointEntry | None:
-        return next((entry for entry in newest_first if self._soundness(entry) == "sound"), None)
-
-    def _soundness(self, entry: CheckpointEntry) -> Literal["sound", "damaged", "unreadable"]:
-        """Whether all its contents are as written; what this manager wrote or loaded is not read again."""
-        if entry.manifest is None or entry.problem is not None:
-            return "damaged"
-        if entry.path not in self._sound:
-            try:
-                check_files(self._fs, entry.path, entry.manifest)
-            except CheckpointError:
-                return "damaged"
-            except OSError:
-                return "unreadable"
-            self._sound.add(entry.path)
-        return "sound"
-
-    def _refuse_pickles(self) -> None:
-        pickles = sorted(path.name for path in self.directory.glob(_PICKLES))
-        if pickles:
-            raise CheckpointError(
-                f"{self.directory} holds checkpoints of version 2.0 ({', '.join(pickles[:3])}); loading them "
-                "could run code, so they are not read. To go on from their weights, convert them once: "
-                "state = torch.load(path, weights_only=True); "
-                "safetensors.torch.save_file(state['model'], 'weights.safetensors')"
-            )
 
     def _write(self, step: int, snapshot: Snapshot, pause: Callable[[], None] = no_pause) -> Path:
         def fill(folder: Path) -> None:
@@ -445,7 +360,7 @@ class CheckpointManager:
             )
             write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
 
-        # Counted before it is known to succeed: one that fails late may be in the folder all the same.
+        # Counted before the save has succeeded: one that fails late may be in the folder all the same.
         self._saves += 1
         path = self._install(step, fill)
         self._sound.add(path)
@@ -455,11 +370,138 @@ class CheckpointManager:
             self._warn(f"old checkpoints in {self.directory} could not be removed: {error}")
         return path
 
+    def _install(self, step: int, fill: Callable[[Path], None]) -> Path:
+        """Let `fill` write a folder, rename it into place, and make `latest.json` name it."""
+        ensure_directory(self._fs, self.directory)
+        # Only a save removes what killed processes left, never a reader: a reader may be in another container or on
+        # another machine, from where it does not see the process that is writing at the moment.
+        clean_folder(self._fs, self.directory, self._warn)
+        with temporary_beside(self._fs, self.directory / checkpoint_name(step)) as temporary:
+            self._fs.make_directory(temporary)
+            fill(temporary)
+            self._fs.sync_directory(temporary)
+            path = self._place(temporary, step)
+        pointer = Pointer(checkpoint=path.name, step=step, run_id=self.run_id)
+        replace_file(self._fs, self.directory / LATEST, pointer.to_bytes())
+        return path
+
+    def _place(self, temporary: Path, step: int) -> Path:
+        """Give a finished folder its name.
+
+        A checkpoint of the same step goes only when the new one stands beside it under a name that readers know, so
+        that a kill at any moment leaves one of the two.
+        """
+        target = self._target(step)
+        spare = self.directory / f"{checkpoint_name(step)}-{self.run_id[:8]}-new"
+
+        def replace_by_spare() -> None:
+            if target.exists():
+                self._remove(target)
+            self._fs.rename(spare, target)
+
+        if spare.exists():
+            # A former replacement was cut short. If both are there, the spare is the newer one.
+            replace_by_spare()
+        if target.exists():
+            self._fs.rename(temporary, spare)
+            self._fs.sync_directory(self.directory)
+            replace_by_spare()
+        else:
+            self._fs.rename(temporary, target)
+        self._fs.sync_directory(self.directory)
+        return target
+
+    def _target(self, step: int) -> Path:
+        """The checkpoint's name. It includes this run's id if another run has taken the plain one."""
+        plain = self.directory / checkpoint_name(step)
+        if not plain.exists():
+            return plain
+        there = inspect(self._fs, plain)
+        if there.manifest is not None and there.manifest.run_id == self.run_id:
+            return plain
+        return self.directory / f"{plain.name}-{self.run_id[:8]}"
+
+    def _remove(self, path: Path) -> None:
+        remove_folder(self._fs, path)
+        self._sound.discard(path)
+
+    # ------------------------------------------------------------------ loading
+
+    def _newest_sound(self, read: Callable[[Path, Manifest], T]) -> T | None:
+        """What `read` returns for the newest checkpoint for which it does not raise."""
+        self._settle()
+        entries = self.entries()
+        if not entries:
+            self._refuse_pickles()
+            return None
+        pointer = self._pointer()
+        if pointer is None:
+            self._warn(f"{self.directory / LATEST} is missing or damaged; looking for the newest sound checkpoint")
+        damaged: list[CheckpointEntry] = []
+        for entry in _candidates(entries, pointer):
+            assert entry.manifest is not None, "a candidate has a run, so it has a manifest"
+            try:
+                result = read(entry.path, entry.manifest)
+            except (CheckpointError, OSError) as error:
+                damaged.append(replace(entry, problem=str(error)))
+                continue
+            self._continue_run(entry, entries, damaged)
+            return result
+
+        unreadable = [entry for entry in entries if entry.manifest is None]
+        reasons = "; ".join(f"{entry.path.name}: {entry.problem}" for entry in (*damaged, *unreadable))
+        if reasons:
+            raise CheckpointError(f"{self.directory}: no checkpoint can be loaded: {reasons}")
+        raise CheckpointError(
+            f"{self.directory}: {LATEST} names a run that has no checkpoint here; remove {LATEST} to continue from the "
+            "newest checkpoint of another run"
+        )
+
+    def _continue_run(
+        self, loaded: CheckpointEntry, entries: list[CheckpointEntry], damaged: list[CheckpointEntry]
+    ) -> None:
+        """Take over the run of a checkpoint that was loaded, and warn of those that should have been loaded instead."""
+        self.loaded_path = loaded.path
+        self.run_id = loaded.run_id
+        self._saves = of_run(entries, loaded.run_id)[0].sequence
+        self._sound.add(loaded.path)
+        unreadable = [
+            entry
+            for entry in entries
+            if entry.manifest is None and entry.step >= loaded.step and entry.may_belong_to(loaded.run_id)
+        ]
+        for entry in (*damaged, *unreadable):
+            self._warn(f"checkpoint {entry.path} was passed over for {loaded.path.name}: {entry.problem}")
+
+    def _pointer(self) -> Pointer | None:
+        """What `latest.json` says, or None when it is missing or damaged."""
+        try:
+            return read_pointer(self._fs, self.directory / LATEST)
+        except (NewerFormatError, UnreadableError) as error:
+            # If the disk fails for a moment, another run's checkpoint must not be loaded in place of this one's.
+            raise CheckpointError(f"{self.directory}: {error}") from error
+        except CheckpointError:
+            return None
+
+    def _refuse_pickles(self) -> None:
+        pickles = sorted(path.name for path in self.directory.glob("*.pt"))
+        if pickles:
+            raise CheckpointError(
+                f"{self.directory} holds checkpoints of version 2.0 ({', '.join(pickles[:3])}); loading them "
+                "could run code, so they are not read. To continue from their weights, convert them once: "
+                "state = torch.load(path, weights_only=True); "
+                "safetensors.torch.save_file(state['model'], 'weights.safetensors')"
+            )
+
+    # ------------------------------------------------------------------ pruning
+
     def _prune(self) -> list[Path]:
         if self.keep_last is None:
             return []
         own = of_run(self.entries(), self.run_id)
-        surplus = [entry for entry in own[self.keep_last :] if not self._is_milestone(entry.step)]
+        surplus = [
+            entry for entry in own[self.keep_last :] if self.keep_every is None or entry.step % self.keep_every != 0
+        ]
         if surplus:
             kept = self._first_sound(own, 1) | self._first_sound(by_eval_loss(own), self.keep_best)
             surplus = [entry for entry in surplus if entry.path not in kept]
@@ -467,11 +509,8 @@ class CheckpointManager:
             self._remove(entry.path)
         return [entry.path for entry in surplus]
 
-    def _is_milestone(self, step: int) -> bool:
-        return self.keep_every is not None and step % self.keep_every == 0
-
     def _first_sound(self, entries: Iterable[CheckpointEntry], count: int) -> set[Path]:
-        """The first `count` sound ones, and those between that the disk will not let be read: they may be sound."""
+        """The first `count` sound ones, and those between that the disk cannot read: they may be sound."""
         found: set[Path] = set()
         for entry in entries:
             if count == 0:
@@ -482,113 +521,23 @@ class CheckpointManager:
             count -= soundness == "sound"
         return found
 
-    def _receive(self, source: Path, manifest: Manifest) -> Path:
-        """Install a copy of another folder's checkpoint."""
-
-        def fill(folder: Path) -> None:
-            for name in FILES:
-                copy_file(self._fs, source / name, folder / name, manifest.files[name])
-            write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
-
-        self.run_id = manifest.run_id
-        return self._install(manifest.step, fill)
-
-    def _install(self, step: int, fill: Callable[[Path], None]) -> Path:
-        """Let `fill` write a folder, give it its place, and make `latest.json` name it."""
-        ensure_directory(self._fs, self.directory)
-        self._clean()
-        temporary = self.directory / f".tmp-{checkpoint_name(step)}-{os.getpid()}"
-        _being_written.add(temporary)
-        try:
-            self._fs.make_directory(temporary)
-            fill(temporary)
-            self._fs.sync_directory(temporary)
-            path = self._place(temporary, step)
-        except BaseException:  # an interrupt too leaves no half-written checkpoint; it is raised on
-            with suppress(OSError):
-                self._fs.remove_tree(temporary)
-            raise
-        finally:
-            _being_written.discard(temporary)
-        pointer = Pointer(checkpoint=path.name, step=step, run_id=self.run_id)
-        replace_file(self._fs, self.directory / LATEST, pointer.to_bytes())
-        return path
-
-    def _place(self, temporary: Path, step: int) -> Path:
-        """Give a finished folder its name; what it replaces goes only when the new one is in the folder."""
-        target = self._target(step)
-        spare = self.directory / f"{checkpoint_name(step)}-{self.run_id[:8]}-new"
-        if spare.exists():
-            # A former replacement was cut short: what it left is the newer of the two, if there are two.
-            self._replace(target, spare)
-        if target.exists():
-            self._fs.rename(temporary, spare)
-            self._fs.sync_directory(self.directory)
-            self._replace(target, spare)
-        else:
-            self._fs.rename(temporary, target)
-        self._fs.sync_directory(self.directory)
-        return target
-
-    def _target(self, step: int) -> Path:
-        """The checkpoint's name; with this run's id in it when another run has taken the plain one."""
-        plain = self.directory / checkpoint_name(step)
-        if not plain.exists():
-            return plain
-        there = inspect(self._fs, plain)
-        if there.manifest is not None and there.manifest.run_id == self.run_id:
-            return plain
-        return self.directory / f"{plain.name}-{self.run_id[:8]}"
-
-    def _replace(self, target: Path, spare: Path) -> None:
-        if target.exists():
-            self._remove(target)
-        self._fs.rename(spare, target)
-
-    def _remove(self, path: Path) -> None:
-        """Remove a checkpoint: its name in one step, its files after that."""
-        trash = self.directory / f".tmp-removed-{path.name}-{os.getpid()}"
-        if trash.exists():
-            self._fs.remove_tree(trash)
-        self._fs.rename(path, trash)
-        self._sound.discard(path)
-        self._fs.remove_tree(trash)
-
-    def _clean(self) -> None:
-        """Remove what killed processes left half-written.
-
-        Only a save does this, never a reader: it may be in another container or on another machine, where the
-        process that is writing at the moment does not exist.
-        """
-        if not self.directory.is_dir():
-            return
-        for path in self.directory.iterdir():
-            if not self._is_leftover(path):
-                continue
+    def _soundness(self, entry: CheckpointEntry) -> Literal["sound", "damaged", "unreadable"]:
+        """Whether all its contents are as they were written. What this manager wrote or loaded is not read again."""
+        if entry.manifest is None or entry.problem is not None:
+            return "damaged"
+        if entry.path not in self._sound:
             try:
-                if path.is_dir() and not path.is_symlink():
-                    self._fs.remove_tree(path)
-                else:
-                    self._fs.remove_file(path)
-            except OSError as error:
-                self._warn(f"{path}, left by a process that was killed, could not be removed: {error}")
-
-    def _is_leftover(self, path: Path) -> bool:
-        match = _TEMPORARY.fullmatch(path.name)
-        if match is None:
-            return False
-        pid = int(match[1])
-        return path not in _being_written if pid == os.getpid() else not process_is_alive(pid)
-
-
-def _manifest_of(entry: CheckpointEntry) -> Manifest:
-    if entry.manifest is None:
-        raise CheckpointError(entry.problem or "it has no manifest")
-    return entry.manifest
+                check_files(self._fs, entry.path, entry.manifest)
+            except CheckpointError:
+                return "damaged"
+            except OSError:
+                return "unreadable"
+            self._sound.add(entry.path)
+        return "sound"
 
 
 def _candidates(entries: list[CheckpointEntry], pointer: Pointer | None) -> list[CheckpointEntry]:
-    """The checkpoints of one run to load from, best first: the named run's, or when none is named the newest one's."""
+    """The checkpoints to load from, best first: those of the named run, or without one of the run that saved last."""
     if pointer is not None:
         return of_run(entries, pointer.run_id)
     return [entry for newest in newest_first(entries)[:1] for entry in of_run(entries, newest.run_id)]

@@ -16,7 +16,7 @@ def _warn(message: str) -> None:
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, as a tree that a checkpoint can hold.
+    """The states of the generators of Python, numpy and torch, as a tree that a checkpoint can hold.
 
     Returns:
         `python`: the tuple of `random.getstate`; `numpy`: the tuple of `np.random.get_state`;
@@ -36,28 +36,24 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any], *, warn: Callable[[str], None] = _warn) -> None:
-    """Put the generators back to where `capture_rng_state` found them.
+    """Restore the states that `capture_rng_state` found.
 
     Args:
-        state: what `capture_rng_state` returned. A device that is absent here is passed over; when the
-            number of CUDA devices differs, those that both sides have are restored.
+        state: what `capture_rng_state` returned. A device that is absent here is passed over. If the number of CUDA
+            devices differs, those that both sides have are restored.
         warn: called with a message when the number of CUDA devices differs.
     """
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        _restore_cuda(state["cuda"], warn)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
-
-
-def _restore_cuda(states: list[torch.Tensor], warn: Callable[[str], None]) -> None:
-    here = torch.cuda.device_count()
-    if here != len(states):
-        warn(
-            f"random states of {len(states)} CUDA devices were saved, {here} are here: "
-            "what is drawn on the GPU differs from the run before"
-        )
-    for index, device_state in enumerate(states[:here]):
-        torch.cuda.set_rng_state(device_state, index)
+    if "cuda" in state:
+        saved, here = len(state["cuda"]), torch.cuda.device_count()
+        if here != saved:
+            warn(
+                f"random states of {saved} CUDA devices were saved, {here} are here: "
+                "random numbers on the GPU differ from the run before"
+            )
+        for index, device_state in enumerate(state["cuda"][:here]):
+            torch.cuda.set_rng_state(device_state, index)

@@ -1,23 +1,28 @@
-"""The contents of one checkpoint: a state on its way into three files, and back out of them."""
+"""The contents of one checkpoint: a state is written into three files, and read back from them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from speedtronic.checkpoint.manifest import FILES, MODEL_TENSORS, STATE_TENSORS, STATE_TREE, Manifest
+from speedtronic.checkpoint.manifest import (
+    FILES,
+    MODEL_TENSORS,
+    STATE_TENSORS,
+    STATE_TREE,
+    Manifest,
+    damage_is_checkpoint_error,
+)
 from speedtronic.checkpoint.staging import StagingBuffer
 from speedtronic.checkpoint.tree import EncodedTree, decode, encode
-from speedtronic.durable.files import FileRecord, FileSystem, fill, no_pause, verified, write_file
+from speedtronic.durable.files import FileRecord, FileSystem, no_pause, verified, write_file
 from speedtronic.durable.tensor_file import StoredTensor, read_header, read_tensors, tensor_chunks
 from speedtronic.errors import CheckpointError
 
@@ -25,9 +30,9 @@ _LARGEST_TREE = 256 * 2**20  # bytes
 
 
 class SnapshotBuffers:
-    """Memory for one snapshot, used again for the next: as much as the tensors of the state, which training holds too.
+    """Memory for one snapshot, used again for the next. It is as large as the tensors of the state.
 
-    A new snapshot overwrites the one before it, which must have been written by then.
+    A new snapshot overwrites the one before it, which must be written by then.
     """
 
     def __init__(self) -> None:
@@ -41,14 +46,14 @@ class SnapshotBuffers:
 
 
 class Snapshot(NamedTuple):
-    """A state on its way to disk.
+    """A state that is ready to be written.
 
     Attributes:
-        trees: all that is not tensors, as JSON values.
+        trees: everything except tensors, as JSON values.
         model: the bytes of the file of the model's tensors, which other tools can read.
         rest: the bytes of the file of all other tensors.
-        loss: what the state says, if it is finite.
-        eval_loss: what the state says, if it is finite.
+        loss: that of the state's metrics, if it is finite.
+        eval_loss: that of the state's metrics, if it is finite.
         config_sha256: the fingerprint of the configuration in the state.
         on_cpu: whether no tensor is on another device.
     """
@@ -67,8 +72,8 @@ def take_snapshot(state: Any, buffers: SnapshotBuffers | None = None) -> Snapsho
 
     Args:
         state: the tree, `state["model"]` the part that other tools may read.
-        buffers: where to copy the tensors, so that training may change them as soon as this returns. Without them the
-            tensors are read when they are written.
+        buffers: memory for copies of the tensors, so that training may change them as soon as this returns. Without
+            it, the tensors are read when they are written.
 
     Raises:
         CheckpointError: something in the state cannot be saved; the message names its path. Or there is no memory for
@@ -79,17 +84,20 @@ def take_snapshot(state: Any, buffers: SnapshotBuffers | None = None) -> Snapsho
     model = encode(state["model"], root="model") if "model" in state else EncodedTree(None, {}, {})
     rest = encode({key: value for key, value in state.items() if key != "model"})
     trees = {"state": rest.tree, **({"model": model.tree} if "model" in state else {})}
-    # Aliases stand in the header as the safetensors library's own `save_model` puts them there.
+    # The header names tied tensors in the same way as `save_model` of the safetensors library.
     metadata = {"format": "pt", **model.aliases}
     metrics = state.get("metrics")
+    config = rest.tree.get("config")
+    # The fingerprint does not depend on the order of the keys.
+    config_text = None if config is None else json.dumps(config, sort_keys=True).encode("ascii")
     return Snapshot(
-        trees,
-        _bytes_of_file(model.tensors, metadata, buffers.model if buffers else None),
-        _bytes_of_file(rest.tensors, {}, buffers.rest if buffers else None),
-        _finite(metrics, "loss"),
-        _finite(metrics, "eval_loss"),
-        _fingerprint(rest.tree.get("config")),
-        all(tensor.is_cpu for tensor in chain(model.tensors.values(), rest.tensors.values())),
+        trees=trees,
+        model=_bytes_of_file(model.tensors, metadata, buffers.model if buffers else None),
+        rest=_bytes_of_file(rest.tensors, {}, buffers.rest if buffers else None),
+        loss=_finite(metrics, "loss"),
+        eval_loss=_finite(metrics, "eval_loss"),
+        config_sha256=None if config_text is None else hashlib.sha256(config_text).hexdigest(),
+        on_cpu=all(tensor.is_cpu for tensor in chain(model.tensors.values(), rest.tensors.values())),
     )
 
 
@@ -103,12 +111,12 @@ def write_snapshot(
 
     Raises:
         OSError: the disk is full, or failed.
-        CheckpointError: what is not tensors in the state is too large to be loaded again.
+        CheckpointError: the state without its tensors is too large to be loaded again.
     """
     text = json.dumps(snapshot.trees, allow_nan=False, separators=(",", ":")).encode("ascii")
     if len(text) > _LARGEST_TREE:
         raise CheckpointError(
-            f"state: all that is not tensors takes {len(text)} bytes, the limit is {_LARGEST_TREE}; "
+            f"state: everything except tensors takes {len(text)} bytes, the limit is {_LARGEST_TREE}; "
             "keep large data in tensors or arrays"
         )
     contents = {MODEL_TENSORS: snapshot.model, STATE_TENSORS: snapshot.rest, STATE_TREE: [text]}
@@ -116,15 +124,16 @@ def write_snapshot(
 
 
 def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """The state, on the CPU, after every byte was compared with the manifest.
+    """The state, on the CPU. Every byte was compared with the manifest.
 
     Raises:
         CheckpointError: a file is missing, damaged, or not what the manifest says.
         OSError: the disk failed.
     """
-    rest_tensors = _read_tensor_file(fs, directory / STATE_TENSORS, manifest.files[STATE_TENSORS])
-    model_tensors = _read_tensor_file(fs, directory / MODEL_TENSORS, manifest.files[MODEL_TENSORS])
-    trees = _read_tree_file(fs, directory / STATE_TREE, manifest.files[STATE_TREE])
+    with damage_is_checkpoint_error():
+        rest_tensors = _read_tensor_file(fs, directory / STATE_TENSORS, manifest.files[STATE_TENSORS])
+        model_tensors = _read_tensor_file(fs, directory / MODEL_TENSORS, manifest.files[MODEL_TENSORS])
+    trees = read_trees(fs, directory, manifest)
     try:
         state = decode(trees["state"], rest_tensors)
         model = {"model": decode(trees["model"], model_tensors)} if "model" in trees else {}
@@ -135,38 +144,63 @@ def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str,
     return {**state, **model}
 
 
-def stored_average(fs: FileSystem, directory: Path, trees: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def read_trees(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """The contents of `state.json`, compared with the manifest: the encoded `state` and, if there is one, `model`.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or does not hold a state.
+        OSError: the disk failed.
+    """
+    record = manifest.files[STATE_TREE]
+    if record.size > _LARGEST_TREE:
+        raise CheckpointError(f"{STATE_TREE} is damaged: it is larger than {_LARGEST_TREE} bytes")
+    text = bytearray(record.size)
+    with damage_is_checkpoint_error(), verified(fs, directory / STATE_TREE, record) as reader:
+        reader.read_into(memoryview(text))
+    try:
+        trees = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{STATE_TREE} is damaged: {error}") from error
+    if not isinstance(trees, dict) or "state" not in trees:
+        raise CheckpointError(f"{STATE_TREE} does not hold a state")
+    return trees
+
+
+def saved_parts(trees: Mapping[str, Any], *names: str) -> list[Any]:
+    """Parts of the state that hold no tensors, such as the configuration; None for each that it lacks.
+
+    Raises:
+        CheckpointError: a part is malformed, or holds a tensor.
+    """
+    state = trees["state"] if isinstance(trees["state"], dict) else {}
+    return [decode(state.get(name), {}) for name in names]
+
+
+def stored_average(directory: Path, trees: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Where the averaged weights of `optimizer.ema` are, by the model's names; empty where the run kept no average.
 
     Args:
         directory: the checkpoint's folder.
-        trees: the contents of its `state.json`.
+        trees: what `read_trees` returned.
 
     Raises:
-        CheckpointError: the average has something that is not a plain tensor, or that is not there.
+        CheckpointError: something in the average is not a plain tensor, or is missing from the file.
         OSError: the disk failed.
     """
-    names = _averaged_names(trees)
+    average = trees["state"].get("ema") if isinstance(trees["state"], dict) else None
+    if average is None:
+        return {}
+    if not isinstance(average, dict) or not all(map(_is_plain_tensor, average.values())):
+        raise CheckpointError(f"{STATE_TREE}: the averaged weights (optimizer.ema) are not all plain tensors")
+    names = {name: value["$tensor"] for name, value in average.items()}
     if not names:
         return {}
-    file = directory / STATE_TENSORS
-    with fs.open(file) as opened:
-        stored = read_header(partial(fill, opened), os.fstat(opened.fileno()).st_size).stored(file)
+    with damage_is_checkpoint_error():
+        stored = read_header(directory / STATE_TENSORS).stored(directory / STATE_TENSORS)
     missing = sorted(name for name in names.values() if name not in stored)
     if missing:
         raise CheckpointError(f"{STATE_TENSORS} lacks the averaged weight {missing[0]!r}")
-    return {name: stored[held] for name, held in names.items()}
-
-
-def _averaged_names(trees: Mapping[str, Any]) -> dict[str, str]:
-    """From the model's names to those in `state.safetensors`."""
-    state = trees.get("state")
-    average = state.get("ema") if isinstance(state, dict) else None
-    if average is None:
-        return {}
-    if not isinstance(average, dict) or not all(map(_is_tensor, average.values())):
-        raise CheckpointError(f"{STATE_TREE}: the averaged weights (optimizer.ema) are not all plain tensors")
-    return {name: value["$tensor"] for name, value in average.items()}
+    return {name: stored[stored_name] for name, stored_name in names.items()}
 
 
 def check_files(fs: FileSystem, directory: Path, manifest: Manifest) -> None:
@@ -176,25 +210,24 @@ def check_files(fs: FileSystem, directory: Path, manifest: Manifest) -> None:
         CheckpointError: a file is missing, damaged, or not what the manifest says.
         OSError: the disk failed.
     """
-    buffer = memoryview(bytearray(2**20))
     for name in FILES:
         record = manifest.files[name]
-        with verified(fs, directory / name, record) as reader:
-            for start in range(0, record.size, len(buffer)):
-                reader.read_into(buffer[: record.size - start])
+        with damage_is_checkpoint_error(), verified(fs, directory / name, record) as reader:
+            for _ in reader.rest(record.size):
+                pass
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_plain_tensor(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"$tensor"} and isinstance(value["$tensor"], str)
 
 
 def _bytes_of_file(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], image: StagingBuffer | None
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], buffer: StagingBuffer | None
 ) -> Iterable[bytes | memoryview]:
-    if image is None:
+    if buffer is None:
         return tensor_chunks(tensors, metadata)
-    image.fill(tensors, metadata)
-    return image.chunks()
+    buffer.fill(tensors, metadata)
+    return buffer.chunks()
 
 
 def _finite(metrics: Any, name: str) -> float | None:
@@ -202,28 +235,6 @@ def _finite(metrics: Any, name: str) -> float | None:
     return float(number) if isinstance(number, (int, float)) and math.isfinite(number) else None
 
 
-def _fingerprint(config: Any) -> str | None:
-    """SHA-256 of an encoded configuration, whatever the order of its keys."""
-    if config is None:
-        return None
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode("ascii")).hexdigest()
-
-
 def _read_tensor_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Tensor]:
     with verified(fs, path, record) as reader:
-        return read_tensors(reader.read_into, record.size)
-
-
-def _read_tree_file(fs: FileSystem, path: Path, record: FileRecord) -> dict[str, Any]:
-    if record.size > _LARGEST_TREE:
-        raise CheckpointError(f"{path.name} is damaged: it is larger than {_LARGEST_TREE} bytes")
-    text = bytearray(record.size)
-    with verified(fs, path, record) as reader:
-        reader.read_into(memoryview(text))
-    try:
-        trees = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}") from error
-    if not isinstance(trees, dict) or "state" not in trees:
-        raise CheckpointError(f"{path.name} does not hold a state")
-    return trees
+        return read_tensors(path, reader.read_into, record.size)

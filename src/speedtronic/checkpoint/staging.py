@@ -1,4 +1,4 @@
-"""A safetensors file in memory: tensors are copied to where the file has them, and later written in one piece."""
+"""A safetensors file in memory: tensors are copied to their places in the file, and written later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtronic.durable.tensor_file import file_order, safetensors_header
 from speedtronic.errors import CheckpointError
 
-# Bytes. A power of two, as which pinned memory is allocated: larger blocks would waste more of it.
+# Bytes. A power of two, because pinned memory is allocated in powers of two: larger blocks would waste more of it.
 _BLOCK = 2**28
 
 
@@ -22,10 +22,10 @@ class _Slot(NamedTuple):
 
 
 class StagingBuffer:
-    """Memory for the copies of tensors, which is used again by the next `fill` with tensors of the same form.
+    """Memory for copies of tensors. The next `fill` with the same names, shapes and dtypes uses it again.
 
-    It takes as much memory as the tensors do, until `release` or the end of the object; where one of them is on a CUDA
-    device, pinned memory.
+    It is as large as the tensors, until `release` or the end of the object. If one of them is on a CUDA device, it is
+    pinned.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StagingBuffer:
         self._header: bytes | None = None
 
     def fill(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Copy all tensors, from whatever device; they may change as soon as this returns.
+        """Copy all tensors, from any device. They may change as soon as this returns.
 
         Args:
             tensors, metadata: as for `tensor_chunks`.
@@ -65,7 +65,7 @@ class StagingBuffer:
             yield block.numpy().data
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._slots, self._blocks, self._places, self._header = [], [], {}, None
 
     def _arrange(self, slots: list[_Slot], tensors: Mapping[str, Tensor], pinned: bool) -> None:
@@ -84,7 +84,7 @@ class StagingBuffer:
 
 
 def _in_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names in the order of the file, in groups of at most `_BLOCK` bytes, or of a single larger tensor."""
+    """The names in the order of the file, in groups of at most `_BLOCK` bytes. A larger tensor is alone."""
     names: list[str] = []
     size = 0
     for name in file_order(tensors):
@@ -103,5 +103,5 @@ def _allocate(size: int, pinned: bool) -> Tensor:
     except RuntimeError as error:
         raise CheckpointError(
             f"there is no memory for a copy of the state ({size} bytes more); checkpoint.background: false saves "
-            f"without one: {error}"
+            f"without a copy: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""How a background thread leaves the processors to the training loop."""
+"""A background thread that leaves the processors to the training loop."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import torch
 
-# Of one processor, where training keeps all of them busy. Its steps take longer by about this share.
+# Share of one processor where training keeps all of them busy. Training steps get slower by about this share.
 _SMALL = 0.03
 
 
 def background_share(*, training_on_cpu: bool) -> float:
-    """What a background thread may take of one processor: all of it where training leaves one free.
+    """The share of one processor that a background thread may take: all of it if training leaves one free.
 
-    Must be asked in the thread that trains.
+    Call it in the thread that trains.
     """
     busy = training_on_cpu and torch.get_num_threads() >= _processors()
     return _SMALL if busy else 1.0
@@ -28,15 +28,15 @@ def _processors() -> int:
 
 
 class Throttle:
-    """Lets a thread work no more than its share of the time, until somebody waits for it.
+    """Lets a thread work for no more than its share of the time, until somebody waits for it.
 
-    The threads of an operation wait for the slowest of them: what a writer takes of one processor, it takes of training
-    on all of them. Pauses work on all platforms, and end when they should. A lower priority of the thread could not be
-    raised again without privileges, and starves on a machine with other work.
+    The threads of an operation wait for the slowest of them, so time that a writer takes on one processor is lost on
+    all of them. Pauses work on all platforms, and end at once when they should. A lower priority of the thread could
+    not be raised again without privileges, and the thread would starve on a machine with other work.
 
     Args:
         share: of one processor, over 0 and at most 1; 1 never pauses.
-        work: the processor time that the calling thread has taken, in seconds.
+        work: the processor time that the calling thread has used, in seconds.
         clock: the time, in seconds.
     """
 
@@ -54,9 +54,9 @@ class Throttle:
         self._last: tuple[float, float] | None = None
 
     def pause(self) -> None:
-        """Wait as long as the calling thread's work since the last call asks for; waiting for a disk counts as pause.
+        """Wait so long that the calling thread has worked for its share since the last call. Waiting for a disk counts.
 
-        The first call only begins to count.
+        The first call only starts the count.
         """
         if self._last is not None:
             work, elapsed = self._work() - self._last[0], self._clock() - self._last[1]
@@ -64,5 +64,5 @@ class Throttle:
         self._last = self._work(), self._clock()
 
     def hurry(self) -> None:
-        """Pause no more: end the pause in hand, and let there be no other."""
+        """End the current pause, and make no more."""
         self._hurried.set()

@@ -1,4 +1,4 @@
-"""The `speedtronic` command. One file per command; what a command needs is imported when it runs."""
+"""The `speedtronic` command. One file per topic; what a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from speedtronic import __version__
-from speedtronic.cli import checkpoints, data, diloco, generate, output, schema, train, validate
+from speedtronic.cli import checkpoints, configuration, data, diloco, generate, output, train
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.errors import SpeedtronicError
-
-COMMANDS = (train, validate, schema, generate, data, checkpoints, diloco)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done; 1 a failure while running; 2 bad use, configuration or input, with one clear message; 128 + n a signal.
     """
     try:
-        return _answer(argv)
+        return _exit_code(argv)
     except KeyboardInterrupt:
         return 130
 
@@ -31,17 +30,26 @@ def entry() -> None:
     sys.exit(main())
 
 
-def _answer(argv: Sequence[str] | None) -> int:
-    """The exit code; whatever goes wrong has been said."""
+def _exit_code(argv: Sequence[str] | None) -> int:
+    """Run one command and report whatever goes wrong."""
     output.prepare()
     try:
-        code = _run(argv)
+        try:
+            args = build_parser().parse_args(argv)
+            code: int = args.run(args)
+        except SystemExit as stop:
+            # As Python itself does: `sys.exit("why")` in a user's code prints the reason and is 1.
+            if stop.code is None or isinstance(stop.code, int):
+                code = stop.code or 0
+            else:
+                print(stop.code, file=sys.stderr)
+                code = 1
         output.finish()
-    except output.OutputError as error:
-        output.abandon()
-        return _report(error)
     except SpeedtronicError as error:
-        return _report(error)
+        if isinstance(error, output.OutputError):
+            output.abandon()
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     except BrokenPipeError:
         output.abandon()
         return 0
@@ -51,28 +59,6 @@ def _answer(argv: Sequence[str] | None) -> int:
     return code
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    try:
-        args = build_parser().parse_args(argv)
-        code: int = args.run(args)
-    except SystemExit as stop:
-        return _exit_code(stop)
-    return code
-
-
-def _exit_code(stop: SystemExit) -> int:
-    """What Python itself would make of it: the code of a model that calls `sys.exit("why")` is 1, and why is said."""
-    if stop.code is None or isinstance(stop.code, int):
-        return stop.code or 0
-    print(stop.code, file=sys.stderr)
-    return 1
-
-
-def _report(error: SpeedtronicError) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return error.exit_code
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands and their options."""
     parser = argparse.ArgumentParser(
@@ -80,7 +66,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a PyTorch module from one YAML, fast and without losing a step.",
     )
     parser.add_argument("--version", action="version", version=f"speedtronic {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
-    for command in COMMANDS:
-        command.add_parser(commands)
+    commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
+    )
+    train.add_parser(commands)
+    configuration.add_validate(commands)
+    configuration.add_schema(commands)
+    generate.add_parser(commands)
+    data.add_parser(commands)
+    checkpoints.add_parser(commands)
+    diloco.add_parser(commands)
     return parser

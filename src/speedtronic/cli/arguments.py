@@ -20,7 +20,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 class CommandParser(argparse.ArgumentParser):
     """A parser whose positional words may stand before, between and behind the options.
 
-    argparse itself gives a list of positionals only the words up to the first option. To be handed to
+    argparse itself gives a list of positionals only the words up to the first option. Pass it to
     `add_subparsers(parser_class=CommandParser)`.
     """
 
@@ -60,15 +60,20 @@ def load_from_arguments(args: argparse.Namespace, extra: Sequence[str] = ()) -> 
     """
     from speedtronic.config import load_config
 
-    file, overrides = _file_and_overrides(args)
+    if args.config is not None:
+        file, overrides = Path(args.config), args.words
+    elif args.words and not _OVERRIDE.match(args.words[0]):
+        file, overrides = Path(args.words[0]), args.words[1:]
+    else:
+        raise ConfigError("no configuration file is named; write its path behind the command")
     return load_config(file, [*overrides, *extra]), file.resolve().parent
 
 
 def load_config_of_run(source: Path) -> SpeedtronicConfig:
-    """Load the configuration that stands for a run where its folder could stand as well.
+    """Load the configuration of a run, where the user could have named the run's folder instead.
 
     Raises:
-        ConfigError: it is wrong, or the file is none.
+        ConfigError: the configuration is wrong, or the file is not a configuration.
     """
     from speedtronic.config import load_config
 
@@ -78,11 +83,3 @@ def load_config_of_run(source: Path) -> SpeedtronicConfig:
         if source.suffix in _YAML or not source.exists():
             raise
         raise ConfigError(f"{source}: not a configuration; name the folder of a run or its YAML\n{error}") from error
-
-
-def _file_and_overrides(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    if args.config is not None:
-        return Path(args.config), args.words
-    if not args.words or _OVERRIDE.match(args.words[0]):
-        raise ConfigError("no configuration file is named; write its path behind the command")
-    return Path(args.words[0]), args.words[1:]

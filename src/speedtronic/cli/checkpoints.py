@@ -3,12 +3,353 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from speedtronic.cli import checkpoints_export, checkpoints_list, checkpoints_verify
+from speedtronic.cli import output
+from speedtronic.cli.arguments import load_config_of_run
+from speedtronic.cli.output import printable
+from speedtronic.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from speedtronic.checkpoint import CheckpointEntry, CheckpointManager
+    from speedtronic.checkpoint.export.files import HuggingFaceTokenizer, SavedModel
+    from speedtronic.durable.files import FileSystem
+
+_FIELDS = """\
+fields of the JSON objects:
+  step, run_id, time, loss, eval_loss    as the checkpoint's manifest.json has them; null when it cannot be read
+  path        the checkpoint's folder
+  size_bytes  of all its files
+  newest      whether it is the one that is loaded next
+  problem     what is wrong with it, or null
+"""
+_HEADINGS = ("", "STEP", "AGE", "SIZE", "LOSS", "EVAL LOSS", "RUN", "STATUS", "FOLDER")
+_CHECKPOINT_NAME = re.compile(r"step_\d{12}")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("checkpoints", help="list, verify or export saved checkpoints")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    for action in (checkpoints_list, checkpoints_verify, checkpoints_export):
-        action.add_parser(actions)
+    _add_list(actions)
+    _add_verify(actions)
+    _add_export(actions)
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="a run's output folder, its checkpoints folder, one checkpoint, or the run's YAML",
+    )
+
+
+# ---------------------------------------------------------------------- which checkpoints a path means
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The checkpoints that a path means.
+
+    Attributes:
+        manager: of the folder that they are in.
+        entries: all of them, by step; or the one that was named.
+        is_one: whether one was named.
+    """
+
+    manager: CheckpointManager
+    entries: list[CheckpointEntry]
+    is_one: bool
+
+
+def _find(path: Path) -> _Found:
+    """Find the checkpoints that a user means by a path.
+
+    Raises:
+        CheckpointError: there is no such path, it cannot be read, there are none, or only those of version 2.0.
+        ConfigError: the path is a file that is not a configuration.
+    """
+    from speedtronic.checkpoint import CheckpointManager
+    from speedtronic.checkpoint.entries import inspect
+    from speedtronic.durable.files import FileSystem
+
+    try:
+        path = path if path.name not in ("", "..") else path.resolve()
+        if path.is_dir() and (_CHECKPOINT_NAME.match(path.name) or (path / "manifest.json").is_file()):
+            return _Found(CheckpointManager(path.parent), [inspect(FileSystem(), path)], is_one=True)
+        manager = CheckpointManager(_checkpoints_folder(path), warn=_warn)
+        entries = manager.entries()
+        if not entries:
+            manager.verified_path()  # says what is wrong with checkpoints of version 2.0
+            raise CheckpointError(f"{manager.directory}: there are no checkpoints")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return _Found(manager, entries, is_one=False)
+
+
+def _checkpoints_folder(path: Path) -> Path:
+    """The folder of checkpoints that a user means by a configuration, an output folder or the folder itself."""
+    from speedtronic.checkpoint import CheckpointManager
+
+    if path.is_file():
+        beside = CheckpointManager(path.parent)
+        if path.suffix == ".pt" and not beside.entries():
+            beside.verified_path()  # says what is wrong with checkpoints of version 2.0
+        config = load_config_of_run(path)
+        return Path(config.run.output_dir) / config.checkpoint.directory
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder or config")
+    inside = path / "checkpoints"
+    return inside if inside.is_dir() else path
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _as_json(entries: list[CheckpointEntry], newest: Path | None) -> str:
+    """A JSON array of entries, whose fields `_FIELDS` describes."""
+    objects: list[dict[str, Any]] = [
+        {
+            "step": entry.step,
+            "path": str(entry.path),
+            "size_bytes": entry.size,
+            "time": entry.manifest and entry.manifest.time,
+            "run_id": entry.manifest and entry.manifest.run_id,
+            "loss": entry.manifest and entry.manifest.loss,
+            "eval_loss": entry.manifest and entry.manifest.eval_loss,
+            "newest": entry.path == newest,
+            "problem": entry.problem,
+        }
+        for entry in entries
+    ]
+    return json.dumps(objects, indent=2) + "\n"
+
+
+# ---------------------------------------------------------------------- list
+
+
+def _add_list(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "list",
+        help="list the checkpoints of a run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="List checkpoints: step, age, size, losses, run, and whether all files are there in full.\n"
+        "Damaged ones are listed with the reason; * marks the one that is loaded next.\n"
+        "Contents are not read: `speedtronic checkpoints verify` does that.",
+        epilog="exit code: 0 at least one is complete, 1 all are damaged, 2 there is none\n\n" + _FIELDS,
+    )
+    _add_path(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON array, one object per checkpoint")
+    parser.set_defaults(run=run_list)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    found = _find(args.path)
+    newest = found.manager.latest_path()
+    if args.json:
+        output.write(_as_json(found.entries, newest))
+    else:
+        now = datetime.now(UTC)
+        output.write_table(_HEADINGS, [_as_row(entry, newest, now) for entry in found.entries])
+    return 0 if any(entry.problem is None for entry in found.entries) else 1
+
+
+def _as_row(entry: CheckpointEntry, newest: Path | None, now: datetime) -> tuple[str, ...]:
+    from speedtronic.metrics.lines import short_bytes
+
+    manifest = entry.manifest
+    losses = (manifest.loss, manifest.eval_loss) if manifest else (None, None)
+    return (
+        "*" if entry.path == newest else "",
+        str(entry.step),
+        output.age((now - datetime.fromisoformat(manifest.time)).total_seconds()) if manifest else "-",
+        short_bytes(entry.size),
+        *("-" if loss is None else f"{loss:.4f}" for loss in losses),
+        manifest.run_id[:8] if manifest else "-",
+        f"damaged: {printable(entry.problem)}" if entry.problem else "complete",
+        printable(entry.path.name),
+    )
+
+
+# ---------------------------------------------------------------------- verify
+
+
+def _add_verify(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "verify",
+        help="read a checkpoint whole and compare it with its checksums",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Read every byte of the checkpoint that was saved last, or of the one that is named, and compare\n"
+        "it with its checksums. Each checkpoint gets one line, with the reason when it is damaged.",
+        epilog="exit code: 0 all are sound, 1 at least one is damaged, 2 there is none\n\n" + _FIELDS,
+    )
+    _add_path(parser)
+    parser.add_argument("--all", action="store_true", help="verify every checkpoint in the folder")
+    parser.add_argument("--json", action="store_true", help="print a JSON array, one object per checkpoint")
+    parser.set_defaults(run=run_verify)
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from speedtronic.metrics.lines import short_bytes
+
+    found = _find(args.path)
+    chosen = found.entries if args.all or found.is_one else [_saved_last(found)]
+    newest = found.manager.latest_path()
+    verified = []
+    with output.reading_progress("verifying", sum(entry.size for entry in chosen)) as fs:
+        for entry in chosen:
+            entry = _verified(fs, entry)
+            verified.append(entry)
+            if not args.json:
+                sound = entry.problem is None
+                status = f"sound, {short_bytes(entry.size)}" if sound else f"damaged: {printable(str(entry.problem))}"
+                output.write(f"{printable(entry.path.name)}: {status}\n")
+    if args.json:
+        output.write(_as_json(verified, newest))
+    return 0 if all(entry.problem is None for entry in verified) else 1
+
+
+def _saved_last(found: _Found) -> CheckpointEntry:
+    """The newest checkpoint, sound or not: the one that `latest.json` names, else the newest by the manifests."""
+    from speedtronic.checkpoint.entries import newest_first, of_run
+    from speedtronic.checkpoint.manager import LATEST
+    from speedtronic.checkpoint.manifest import read_pointer
+    from speedtronic.durable.files import FileSystem
+
+    entries = found.entries
+    by_manifest = [*newest_first(entries), *reversed(entries)]
+    try:
+        pointer = read_pointer(FileSystem(), found.manager.directory / LATEST)
+    except CheckpointError:
+        return by_manifest[0]
+    named = [entry for entry in entries if entry.path.name == pointer.checkpoint]
+    return [*named, *of_run(entries, pointer.run_id), *by_manifest][0]
+
+
+def _verified(fs: FileSystem, entry: CheckpointEntry) -> CheckpointEntry:
+    """The entry, with the problem that its contents show."""
+    from speedtronic.checkpoint.snapshot import check_files
+
+    if entry.manifest is None or entry.problem is not None:
+        return entry
+    try:
+        check_files(fs, entry.path, entry.manifest)
+    except CheckpointError as error:
+        return replace(entry, problem=str(error))
+    except OSError as error:
+        return replace(entry, problem=f"it cannot be read: {error.strerror or error}")
+    return entry
+
+
+# ---------------------------------------------------------------------- export
+
+
+def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "export",
+        help="write a checkpoint's weights for other programs",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write the weights of the newest sound checkpoint, or of the one that is named.\n"
+        "\n"
+        "safetensors  one plain file with the model's own names, which safetensors.torch.load_model loads\n"
+        "huggingface  a folder that transformers loads as a Llama, with the tokenizer where it has that form;\n"
+        "             for the reference transformer\n"
+        "\n"
+        "Where the run kept an average of the weights (optimizer.ema), the average is written, as it was evaluated.\n"
+        "The copy is there in full or not at all.",
+        epilog="exit code: 0 done, 1 it could not be written, 2 there is no sound checkpoint, or bad use",
+    )
+    _add_path(parser)
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="FILE|DIR",
+        help="where to: a folder, or for safetensors a file that ends in .safetensors",
+    )
+    parser.add_argument(
+        "--format", choices=("safetensors", "huggingface"), default="safetensors", help="(default: safetensors)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of floating-point weights (default: that of the model)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a former export")
+    parser.set_defaults(run=run_export)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    import torch
+
+    from speedtronic.checkpoint.export.files import export_llama, export_safetensors
+    from speedtronic.metrics.lines import short_bytes, short_number
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    notes: list[str] = []
+    with output.sigterm_unwinds():
+        model = _open(args.path)
+        size = sum(stored.place.end - stored.place.begin for stored in model.tensors().values())
+        with output.reading_progress("exporting", size) as fs:
+            if args.format == "safetensors":
+                target = export_safetensors(model, args.out, dtype=dtype, replace=args.force, fs=fs)
+            else:
+                from speedtronic.model.transformer import NORM_EPS
+
+                tokenizer, notes = _tokenizer(model)
+                target = export_llama(
+                    model, args.out, norm_eps=NORM_EPS, tokenizer=tokenizer, dtype=dtype, replace=args.force, fs=fs
+                )
+
+    kind = "weights"
+    if model.average:
+        optimizer = (model.config or {}).get("optimizer")
+        decay = optimizer.get("ema") if isinstance(optimizer, dict) else None
+        kind = "averaged weights" if decay is None else f"averaged weights (optimizer.ema {decay})"
+    count = short_number(sum(torch.Size(place.shape).numel() for place in model.header.places))
+    files = [target] if target.is_file() else list(target.iterdir())
+    written = short_bytes(sum(file.stat().st_size for file in files))
+    summary = f"exported: {printable(str(target))}: step {model.step}, {count} {kind}, {written}"
+    output.write("\n".join([summary, *notes]) + "\n")
+    return 0
+
+
+def _open(path: Path) -> SavedModel:
+    """The model in the newest sound checkpoint, or in the one that is named."""
+    from speedtronic.checkpoint import CheckpointManager
+    from speedtronic.checkpoint.export.files import open_model
+
+    found = _find(path)
+    with output.reading_progress("verifying", max(entry.size for entry in found.entries)) as fs:
+        if found.is_one:
+            return open_model(found.entries[0].path, fs=fs)
+        newest = CheckpointManager(found.manager.directory, warn=_warn, fs=fs).verified_path()
+    if newest is None:
+        raise CheckpointError(f"{found.manager.directory}: the checkpoints were removed in the meantime")
+    return open_model(newest, verify=False)
+
+
+def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str]]:
+    """The run's tokenizer as far as the folder can hold it, and notes for the user."""
+    from speedtronic.checkpoint.export.files import HuggingFaceTokenizer
+    from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
+
+    spec = model.tokenizer
+    if spec is None:
+        return None, ["without a tokenizer: the model was trained on bare token ids"]
+    separator_id = tokenizer_from_spec(spec).separator_id
+    if spec["type"] == "tokenizers":
+        return HuggingFaceTokenizer(spec["json"], separator_id), []
+    reasons = {
+        "bytes": "token ids are the UTF-8 bytes of the text",
+        "chars": "token ids are the places of the characters in the sorted alphabet of the training text",
+    }
+    reason = reasons.get(spec["type"], f"the run's tokenizer, of type {spec['type']!r}, has no such form")
+    return HuggingFaceTokenizer(None, separator_id), [f"without a tokenizer.json: {printable(reason)}"]

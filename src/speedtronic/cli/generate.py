@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from speedtronic.cli import output
 from speedtronic.cli.arguments import load_config_of_run
-
-if TYPE_CHECKING:
-    import torch
-
-    from speedtronic.generation import TextGenerator
+from speedtronic.errors import ConfigError, DataError
 
 SAMPLE_SEPARATOR = "\n---\n"
 
@@ -34,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
-        "--prompt", default="", metavar="TEXT", help="the text to continue (default: begin a new document)"
+        "--prompt", default="", metavar="TEXT", help="the text to continue (default: start a new document)"
     )
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file with the text to continue")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="new tokens (default: 200)")
@@ -54,9 +49,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from speedtronic.errors import ConfigError
-    from speedtronic.generation import check_seed
+    from speedtronic.generation import check_seed, load_generator
     from speedtronic.precision import resolve_device
+    from speedtronic.runtime import import_plugins
 
     if args.num_samples < 1:
         raise ConfigError(f"--num-samples must be at least 1, not {args.num_samples}")
@@ -64,7 +59,16 @@ def run(args: argparse.Namespace) -> int:
         check_seed(args.seed)
         check_seed(args.seed + args.num_samples - 1)
     prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
-    generator = _load(Path(args.source), resolve_device(args.device))
+
+    source, device = Path(args.source), resolve_device(args.device)
+    if source.is_dir():
+        generator = load_generator(source, device=device)
+    else:
+        config = load_config_of_run(source)
+        import_plugins(config.plugins, source.resolve().parent)
+        folder = Path(config.run.output_dir) / config.checkpoint.directory
+        generator = load_generator(folder, extra=config.model.extra, device=device)
+
     for sample in range(args.num_samples):
         if sample:
             _write(SAMPLE_SEPARATOR)
@@ -83,23 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(source: Path, device: torch.device) -> TextGenerator:
-    from speedtronic.generation import load_generator
-
-    if source.is_dir():
-        return load_generator(source, device=device)
-
-    from speedtronic.runtime import import_plugins
-
-    config = load_config_of_run(source)
-    import_plugins(config.plugins, source.resolve().parent)
-    folder = Path(config.run.output_dir) / config.checkpoint.directory
-    return load_generator(folder, extra=config.model.extra, device=device)
-
-
 def _read_prompt(path: Path) -> str:
-    from speedtronic.errors import DataError
-
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -109,7 +97,7 @@ def _read_prompt(path: Path) -> str:
 
 
 def _write(text: str) -> None:
-    """Show what a model made, which may be any character: an escape sequence must not steer the terminal."""
+    """Show text of a model, which may be any character: an escape sequence must not steer the terminal."""
     if sys.stdout.isatty():
         text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
     output.write(text)

@@ -23,9 +23,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    config, folder = load_from_arguments(args, extra=_option_overrides(args))
+    options = {"run.device": args.device, "run.max_steps": args.max_steps, "run.output_dir": args.output_dir}
+    # JSON is YAML in which a folder named 2024 is still text.
+    overrides = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    config, folder = load_from_arguments(args, extra=overrides)
 
-    # Only now torch: a mistake in the file answers at once.
+    # torch is imported only now: a mistake in the file is reported at once.
     from speedtronic.runtime import import_plugins, train_from_config
 
     import_plugins(config.plugins, folder)
@@ -33,9 +36,3 @@ def run(args: argparse.Namespace) -> int:
     if result.interrupted_by is not None:
         return 128 + result.interrupted_by
     return 1 if result.save_error is not None else 0
-
-
-def _option_overrides(args: argparse.Namespace) -> list[str]:
-    options = {"run.device": args.device, "run.max_steps": args.max_steps, "run.output_dir": args.output_dir}
-    # JSON is YAML in which a folder named 2024 is still text.
-    return [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]

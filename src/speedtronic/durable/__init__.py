@@ -1,1 +1,1 @@
-"""Files that survive a crash: durable writes, locks, the tensor format, verified reads."""
+"""Files that survive a crash: durable writes and folders, verified reads, locks, the tensor format."""

@@ -1,8 +1,8 @@
-"""Files that are either wholly there or not at all, also after a crash, a full disk or a power cut.
+"""Files that are either complete or absent, also after a crash, a full disk or a power cut.
 
-A file is written beside its place, flushed to the disk, renamed over it, and the folder that holds the name
-is flushed as well (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, on why each of these
-is needed).
+A file is written under a temporary name beside its place, flushed to the disk and renamed. Then the folder that holds
+the name is flushed. (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, explains why each step is
+needed.)
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import shutil
+import socket
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +21,45 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from speedtronic.errors import CheckpointError
+from speedtronic.errors import InputError
 
-# Bytes hashed and written at a time: small enough to be written while still in the cache, and for a pause to come soon.
+# Bytes hashed and written at a time: small enough to stay in the processor's cache, and for a pause to come soon.
 _CHUNK = 2 * 2**20
+
+# What some network mounts answer because they cannot flush a folder.
+_CANNOT_FLUSH_FOLDERS = {errno.EINVAL, errno.ENOTSUP}
+
+
+class DamagedFileError(InputError, RuntimeError):
+    """A file is missing, is not a plain file, or does not hold what was written to it."""
+
+
+def sync(descriptor: int) -> None:
+    """Return when a file's bytes, or a folder's names, are on the disk and not only in its cache."""
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(descriptor)
+
+
+def sync_folder(path: Path, sync: Callable[[int], None] = sync) -> None:
+    """Return when the names in a folder are on the disk, or at once where the file system cannot flush folders."""
+    if sys.platform == "win32":
+        return  # Windows has no such call; it journals names.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH_FOLDERS:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 class FileSystem:
-    """The operations that checkpoints are made of, each of which a test can let fail."""
+    """The operations that change or open files. A test can replace each of them and let it fail."""
 
     def make_directory(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -43,23 +76,10 @@ class FileSystem:
             data = data[written:]
 
     def sync(self, file: FileIO) -> None:
-        """Return when the file's bytes are on the disk, and not merely in its cache."""
-        if sys.platform == "darwin":
-            import fcntl
-
-            fcntl.fcntl(file, fcntl.F_FULLFSYNC)
-        else:
-            os.fsync(file)
+        sync(file.fileno())
 
     def sync_directory(self, path: Path) -> None:
-        """Return when the names in a folder are on the disk. Windows has no such call; it journals names."""
-        if sys.platform == "win32":
-            return
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(path)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give `source` the name of `target` in one step; a file that had the name is replaced."""
@@ -75,22 +95,39 @@ class FileSystem:
         """An existing regular file for reading.
 
         Raises:
-            CheckpointError: it is a link or not a file, which no checkpoint holds.
+            DamagedFileError: it is a link or not a file.
         """
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CheckpointError("it is not a plain file")
+            raise DamagedFileError("it is not a plain file")
         return FileIO(path, "rb")
 
 
 class FileRecord(NamedTuple):
-    """What a manifest says about a file: its size in bytes and the SHA-256 of its contents, in hex."""
+    """The size of a file in bytes, and the SHA-256 of its contents in hex."""
 
     size: int
     sha256: str
 
 
+# ---------------------------------------------------------------------- writing
+
+
+def temporary_prefix(path: Path, purpose: str = "") -> str:
+    """The beginning of all temporary names that this host gives beside `path`."""
+    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+    return f".tmp-{purpose}{path.name}-{host}"
+
+
+def temporary_name(path: Path, purpose: str = "") -> Path:
+    """A new name beside `path`: `.tmp-<purpose><name>-<host>-<random>-<process id>`.
+
+    No two writers get the same one. `folders.py` removes files and folders with such names that dead writers left.
+    """
+    return path.with_name(f"{temporary_prefix(path, purpose)}-{secrets.token_hex(4)}-{os.getpid()}")
+
+
 def ensure_directory(fs: FileSystem, path: Path) -> None:
-    """Make a folder and those above it, where they are missing; their names are on the disk on return."""
+    """Make a folder and those above it where they are missing. Their names are on the disk on return."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         fs.make_directory(folder)
@@ -104,13 +141,14 @@ def no_pause() -> None:
 def write_file(
     fs: FileSystem, path: Path, chunks: Iterable[bytes | memoryview], pause: Callable[[], None] = no_pause
 ) -> FileRecord:
-    """Write a new file and return when it is on the disk.
+    """Write a new file and return when its bytes are on the disk.
 
     Args:
         pause: called after each part of a few megabytes, to slow the writing down.
 
     Raises:
-        OSError: the disk is full, or failed; what was written is left for the caller to remove.
+        FileExistsError: there is one already.
+        OSError: the disk is full, or failed. The caller removes what was written.
     """
     digest = hashlib.sha256()
     size = 0
@@ -128,74 +166,78 @@ def write_file(
 
 
 def replace_file(fs: FileSystem, path: Path, data: bytes | bytearray | memoryview) -> None:
-    """Put a file in its place in one durable step: readers see the old contents or the new.
+    """Write a file, or replace it, in one durable step: readers see the old contents or the new.
 
     Raises:
-        OSError: the disk is full, or failed; the old file stays.
+        OSError: the disk is full, or failed. The old file stays.
     """
-    beside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    beside.unlink(missing_ok=True)
+    temporary = temporary_name(path)
     try:
-        write_file(fs, beside, [memoryview(data)])
-        fs.rename(beside, path)
-    except BaseException:  # whatever ends the write, an interrupt too, leaves nothing beside; it is raised on
-        beside.unlink(missing_ok=True)
+        write_file(fs, temporary, [memoryview(data)])
+        fs.rename(temporary, path)
+    except BaseException:  # an interrupt too leaves no temporary file; it is raised again
+        temporary.unlink(missing_ok=True)
         raise
     fs.sync_directory(path.parent)
+
+
+def copy_file(fs: FileSystem, source: Path, target: Path, record: FileRecord) -> None:
+    """Copy a file that must be the recorded one. The copy is on the disk on return.
+
+    Raises:
+        DamagedFileError: the source is missing or damaged.
+        OSError: a disk is full, or failed. The caller removes what was written.
+    """
+    with verified(fs, source, record) as reader:
+        write_file(fs, target, reader.rest(record.size))
+
+
+# ---------------------------------------------------------------------- reading
 
 
 def read_small(fs: FileSystem, path: Path, limit: int) -> bytes:
     """The bytes of a file that is expected to be small.
 
     Raises:
-        CheckpointError: it is a link, not a file, or larger than `limit` bytes.
+        DamagedFileError: it is a link, not a file, or larger than `limit` bytes.
         OSError: it is not there, or cannot be read.
     """
     with fs.open(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
-            raise CheckpointError(f"it is larger than {limit} bytes")
+            raise DamagedFileError(f"it is larger than {limit} bytes")
         return file.readall()
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Let whatever goes wrong with a file or folder be a CheckpointError that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
 def fill(file: FileIO, buffer: memoryview) -> None:
-    """Fill a buffer with the file's next bytes. Raises CheckpointError where it ends before."""
+    """Fill a buffer with the file's next bytes. Raises DamagedFileError where the file ends before."""
     while buffer:
         count = file.readinto(buffer)
         if not count:
-            raise CheckpointError("it ends too early")
+            raise DamagedFileError("it ends too early")
         buffer = buffer[count:]
 
 
 class VerifiedReader:
-    """Reads a file from start to end, taking its checksum on the way."""
+    """Reads a file from start to end and takes its checksum on the way."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
         self._digest = hashlib.sha256()
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill the buffer with the file's next bytes.
+        """Fill the buffer with the file's next bytes. Raises DamagedFileError where the file ends before."""
+        for start in range(0, len(buffer), _CHUNK):
+            part = buffer[start : start + _CHUNK]
+            fill(self._file, part)
+            self._digest.update(part)
 
-        Raises:
-            CheckpointError: the file ends before.
-        """
-        while buffer:
-            count = self._file.readinto(buffer[:_CHUNK])
-            if not count:
-                raise CheckpointError("it ends too early")
-            self._digest.update(buffer[:count])
-            buffer = buffer[count:]
+    def rest(self, size: int) -> Iterator[memoryview]:
+        """The next `size` bytes in parts, each of which the next one overwrites."""
+        buffer = memoryview(bytearray(min(_CHUNK, size)))
+        for start in range(0, size, _CHUNK):
+            part = buffer[: size - start]
+            self.read_into(part)
+            yield part
 
     def sha256(self) -> str:
         return self._digest.hexdigest()
@@ -203,42 +245,22 @@ class VerifiedReader:
 
 @contextmanager
 def verified(fs: FileSystem, path: Path, record: FileRecord) -> Iterator[VerifiedReader]:
-    """A reader for a file that must be the recorded one; the block has to read all of it.
+    """A reader for a file that must be the recorded one. The block has to read all of it.
 
     Raises:
-        CheckpointError: on entry, it is missing or has another size; on exit, its contents differ.
+        DamagedFileError: on entry, the file is missing or has another size; on exit, its contents differ.
         OSError: the disk failed.
     """
     try:
         with fs.open(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.size:
-                raise CheckpointError(f"it has {size} bytes instead of {record.size}")
+                raise DamagedFileError(f"it has {size} bytes instead of {record.size}")
             reader = VerifiedReader(file)
             yield reader
         if reader.sha256() != record.sha256:
-            raise CheckpointError("its contents do not match their checksum")
+            raise DamagedFileError("its contents do not match their checksum")
     except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing") from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}") from error
-
-
-def copy_file(fs: FileSystem, source: Path, target: Path, record: FileRecord) -> None:
-    """Copy a file that must be the recorded one; the copy is on the disk on return.
-
-    Raises:
-        CheckpointError: the source is missing or damaged.
-        OSError: a disk is full, or failed; what was written is left for the caller to remove.
-    """
-    with verified(fs, source, record) as reader:
-        write_file(fs, target, _chunks(reader, record.size))
-
-
-def _chunks(reader: VerifiedReader, size: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(_CHUNK, size)))
-    while size:
-        part = buffer[:size]
-        reader.read_into(part)
-        yield part
-        size -= len(part)
+        raise DamagedFileError(f"{path.name} is missing") from None
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{path.name} is damaged: {error}") from error

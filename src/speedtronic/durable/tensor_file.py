@@ -1,23 +1,30 @@
-"""Named tensors as a safetensors stream, written and read in one pass over the data.
+"""Named tensors in the safetensors format.
 
-The format (huggingface.co/docs/safetensors): eight bytes with the little-endian length of a JSON header;
-the header, which gives each name its dtype, shape and the range of its bytes; the bytes, without holes, to
-the file's end. Doing it here lets checksums be taken on the way, lets a fault be put into any write, and
-reads each tensor straight into memory of its own.
+The format (huggingface.co/docs/safetensors): eight bytes with the little-endian length of a JSON header; the header,
+which gives each name its dtype, shape and the range of its bytes; the bytes, without holes, to the file's end.
+
+Reading: the safetensors library decides whether a file has this format. After that its header is trusted, and our code
+reads the bytes. The library cannot take a checksum in the same pass, and it maps files into memory, where a file that
+is cut meanwhile ends the process. Writing is our own, so that checksums are taken on the way and a test can let any
+write fail.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors
 import torch
 from torch import Tensor
 
-from speedtronic.errors import CheckpointError
+from speedtronic.durable.files import DamagedFileError, fill
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -39,11 +46,10 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 RESERVED_NAME = "__metadata__"
-_LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file. Each tensor is copied from its device when its turn comes.
+    """The bytes of a safetensors file. Each tensor is copied from its device just before its bytes are returned.
 
     Args:
         tensors: real dense tensors of the dtypes in `DTYPE_NAMES`, any shape, strides and device.
@@ -60,7 +66,7 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """What stands in the file before the data, which is that of the tensors in `file_order`."""
+    """The beginning of the file. The data of the tensors in `file_order` follows it."""
     header: dict[str, Any] = {RESERVED_NAME: dict(metadata)}
     offset = 0
     for name in file_order(tensors):
@@ -77,22 +83,8 @@ def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     return struct.pack("<Q", len(text)) + text
 
 
-def read_tensors(read_into: Callable[[memoryview], None], size: int) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors stream onto the CPU.
-
-    Args:
-        read_into: fills the buffer that it is given with the stream's next bytes.
-        size: bytes in the whole stream.
-
-    Raises:
-        CheckpointError: the header is not that of a safetensors file of this size.
-    """
-    header = read_header(read_into, size)
-    return {place.name: read_tensor(read_into, place) for place in header.places}
-
-
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in a safetensors stream, in bytes from the end of the header, and what it is."""
+    """A tensor's range of bytes, counted from the end of the header, with its name, dtype and shape."""
 
     begin: int
     end: int
@@ -102,7 +94,7 @@ class TensorPlace(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file; `begin` is where its bytes begin, from the start of the file."""
+    """A tensor in a safetensors file. Its bytes start at `begin`, counted from the start of the file."""
 
     file: Path
     begin: int
@@ -110,12 +102,12 @@ class StoredTensor(NamedTuple):
 
 
 class TensorHeader(NamedTuple):
-    """What a safetensors stream says of itself.
+    """The header of a safetensors file.
 
     Attributes:
-        places: of the tensors, in the order of the data, which they fill without holes.
+        places: the tensors in the order of the data, which they fill without holes.
         metadata: the free text in the header.
-        size: bytes of the header, after which the data begins.
+        size: bytes before the data.
     """
 
     places: list[TensorPlace]
@@ -123,84 +115,93 @@ class TensorHeader(NamedTuple):
     size: int
 
     def stored(self, file: Path) -> dict[str, StoredTensor]:
-        """The tensors by name, where `file` holds the stream."""
+        """The tensors of `file`, which has this header, by name."""
         return {place.name: StoredTensor(file, self.size + place.begin, place) for place in self.places}
 
 
-def read_header(read_into: Callable[[memoryview], None], size: int) -> TensorHeader:
-    """Read what stands before the data. Arguments and errors as in `read_tensors`."""
-    length = struct.unpack("<Q", _read(read_into, min(8, size)).ljust(8, b"\xff"))[0]
-    if length > min(_LONGEST_HEADER, size - 8):
-        raise CheckpointError("not a safetensors file: its header is longer than the file")
-    text = _read(read_into, length)
+def check_tensor_file(path: Path) -> None:
+    """Raise DamagedFileError unless it is a safetensors file, and its tensors fill its data as their shapes say."""
     try:
-        entries = json.loads(text)
-        metadata = _metadata(entries.pop(RESERVED_NAME, None) or {})
-        places = sorted(_place(name, entry) for name, entry in entries.items())
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+    except safetensors.SafetensorError as error:
+        raise DamagedFileError(f"not a safetensors file: {error}") from error
+
+
+def check_tensor_bytes(data: bytes) -> None:
+    """Raise DamagedFileError unless these are the bytes of a safetensors file. The check needs memory for a copy."""
+    try:
+        safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # the library has no types for it
+    except safetensors.SafetensorError as error:
+        raise DamagedFileError(f"not safetensors data: {error}") from error
+
+
+def parse_header(text: bytes) -> TensorHeader:
+    """Read the JSON of a header. The safetensors library must have accepted the data before.
+
+    Raises:
+        DamagedFileError: a tensor has a dtype that is not in `DTYPE_NAMES`.
+    """
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        metadata = entries.pop(RESERVED_NAME, None) or {}
+        places = []
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            places.append(TensorPlace(begin, end, name, _DTYPES[entry["dtype"]], entry["shape"]))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"not a safetensors header: {type(error).__name__}: {error}") from error
-    _check_places(places, size - 8 - length)
-    return TensorHeader(places, metadata, 8 + length)
+        raise DamagedFileError(f"not a safetensors header: {type(error).__name__}: {error}") from error
+    return TensorHeader(sorted(places), metadata, 8 + len(text))
+
+
+def read_header(path: Path) -> TensorHeader:
+    """Check a safetensors file and read its header.
+
+    Raises:
+        DamagedFileError: it is not a safetensors file, or has a dtype that is not in `DTYPE_NAMES`.
+        OSError: it cannot be read.
+    """
+    with FileIO(path) as file:
+        check_tensor_file(path)
+        return _read_header(partial(fill, file), os.fstat(file.fileno()).st_size)
+
+
+def read_tensors(path: Path, read_into: Callable[[memoryview], None], size: int) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file in one pass over its bytes, onto the CPU.
+
+    Args:
+        path: the file, for the check.
+        read_into: fills a buffer with the next bytes of the same file.
+        size: bytes in the file.
+
+    Raises:
+        DamagedFileError: as `read_header`.
+    """
+    check_tensor_file(path)
+    header = _read_header(read_into, size)
+    return {place.name: read_tensor(read_into, place) for place in header.places}
+
+
+def _read_header(read_into: Callable[[memoryview], None], size: int) -> TensorHeader:
+    prefix = bytearray(8)
+    read_into(memoryview(prefix))
+    # The library has checked the length. If the file has changed since, this still allocates no more than its size.
+    text = bytearray(min(struct.unpack("<Q", prefix)[0], size))
+    read_into(memoryview(text))
+    return parse_header(bytes(text))
 
 
 def read_tensor(read_into: Callable[[memoryview], None], place: TensorPlace) -> Tensor:
-    """Read the tensor at which a stream stands into memory of its own."""
+    """Read a tensor into memory of its own. The next bytes must be those of the tensor."""
     try:
         tensor = torch.empty(place.shape, dtype=place.dtype)
         data = bytes_of(tensor)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"safetensors header: cannot make {place.name!r}: {error}") from error
+        # The library accepts lengths of any size beside a zero.
+        raise DamagedFileError(f"safetensors header: cannot make {place.name!r}: {error}") from error
     if tensor.numel():
         read_into(data)
     return tensor
-
-
-def element_count(shape: Sequence[int], most: int) -> int:
-    """How many elements a shape from a file has. Beyond `most` it is not the exact number, which may be absurd.
-
-    Raises:
-        ValueError: these are not counts.
-    """
-    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
-        raise ValueError("a shape is a list of counts")
-    count = int(0 not in shape)
-    for length in shape:
-        count *= length
-        if count > most:
-            break
-    return count
-
-
-def _check_places(places: list[TensorPlace], data_size: int) -> None:
-    """Raise CheckpointError unless the tensors together fill the data exactly."""
-    position = 0
-    for place in places:
-        size = element_count(place.shape, data_size) * place.dtype.itemsize
-        if place.begin != position or place.end - position != size:
-            raise CheckpointError(f"safetensors header: {place.name!r} does not lie where its shape and dtype say")
-        position = place.end
-    if position != data_size:
-        raise CheckpointError(f"safetensors header: {position} bytes of tensors in {data_size} bytes of data")
-
-
-def _place(name: str, entry: dict[str, Any]) -> TensorPlace:
-    begin, end = entry["data_offsets"]
-    if not all(type(offset) is int and offset >= 0 for offset in (begin, end)):
-        raise ValueError(f"{name!r} has offsets that are not counts")
-    element_count(entry["shape"], 0)
-    return TensorPlace(begin, end, name, _DTYPES[entry["dtype"]], entry["shape"])
-
-
-def _metadata(held: Any) -> dict[str, str]:
-    if not isinstance(held, dict) or not all(isinstance(text, str) for text in held.values()):
-        raise TypeError(f"{RESERVED_NAME} is not a mapping from text to text")
-    return held
-
-
-def _read(read_into: Callable[[memoryview], None], count: int) -> bytes:
-    buffer = bytearray(count)
-    read_into(memoryview(buffer))
-    return bytes(buffer)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""Events of a run, and where they go: console, text file, JSON lines, a live progress line, hooks.
+"""The events of a run, and the sinks that write them: console, text file, JSON lines, progress line; and hooks.
 
 Importing this loads neither torch nor rich.
 """

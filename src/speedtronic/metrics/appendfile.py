@@ -1,4 +1,4 @@
-"""A file that only grows, by whole lines, each on its way to the disk before the next one starts."""
+"""A file that only grows, by whole lines, without a buffer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 
 
 class AppendFile:
-    """Appends lines, one unbuffered write each, so that a killed process loses at most the line it was
-    writing.
+    """Appends lines, one unbuffered write for each. So a killed process loses at most the line it was writing.
 
-    The file and its folders are made at once. After `close`, or after a failure, the next line opens it
-    again.
+    The file and its folders are made at once. After `close` or a failure, the next line opens the file again.
 
     Raises:
         OSError: the file cannot be opened.
@@ -29,12 +27,13 @@ class AppendFile:
         """Append `line` (without newline).
 
         Raises:
-            OSError: it could not be written whole; what was written is closed off by the next line's start.
+            OSError: not all of the line could be written. The next line then starts with a newline.
         """
         file = self._file or self._open()
         data = b"\n" + line + b"\n" if self._mid_line else line + b"\n"
-        written = file.write(data) or 0  # None where a pipe is full and does not wait
-        self._mid_line = written < len(data) if written else self._mid_line
+        written = file.write(data) or 0  # None if a pipe is full and does not block
+        if written:
+            self._mid_line = written < len(data)
         if written < len(data):
             raise OSError(errno.ENOSPC, "only a part of the line could be written", str(self.path))
 
@@ -44,19 +43,19 @@ class AppendFile:
             self._file = None
 
     def __del__(self) -> None:
-        # A logger that is simply dropped has nothing left to write: lines are not buffered.
+        # A logger that is dropped without `close` has nothing left to write: there is no buffer.
         self.close()
 
     def _open(self) -> io.FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Not for reading too: whoever holds a pipe's other end himself never learns that its reader has gone.
+        # Open for writing only: a process that also holds the reading end of a pipe never learns that the reader left.
         self._file = file = io.FileIO(self.path, "a")
         self._mid_line = file.seekable() and _ends_mid_line(self.path)
         return file
 
 
 def _ends_mid_line(path: Path) -> bool:
-    """Whether a former writer was killed within a line."""
+    """Whether a former writer was killed in the middle of a line."""
     with io.FileIO(path) as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False

@@ -1,4 +1,4 @@
-"""Lines on a stream: the terminal, or whatever the output is piped into."""
+"""Lines on a stream: a terminal, a pipe or a file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FIXED_TERMINALS = ("dumb", "unknown")
 
 
 class ConsoleStream:
-    """A text stream that never raises: a console that cannot be written to must not end a run.
+    """A text stream that never raises: a console that fails must not end a run.
 
-    What the encoding lacks is escaped. A stream that has gone (a closed pipe, a closed file) is left alone from
-    then on; what another failure swallows, such as a full disk behind a redirection, is lost, for there is nowhere
-    to say so.
+    Characters that the encoding lacks are escaped. Once a stream is gone (a closed pipe, a closed file), nothing more
+    is written to it. After any other failure, such as a full disk behind a redirection, the text is lost, because there
+    is no other place to report it.
 
     Args:
-        stream: where to write; None means whatever `sys.stdout` is at that moment, which may be nothing.
+        stream: where to write; None means the `sys.stdout` of each moment, which may be None too.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -66,7 +66,7 @@ class ConsoleSink:
     """One plain line per record at or above `level`.
 
     Args:
-        stream: where to write; None means whatever `sys.stdout` is at that moment.
+        stream: where to write; None means the `sys.stdout` of each moment.
         level: records below it are not shown.
     """
 
@@ -77,7 +77,7 @@ class ConsoleSink:
         self._level = level
 
     def is_terminal(self) -> bool:
-        """Whether the stream can move its cursor, so that a line can be redrawn."""
+        """Whether the stream can move its cursor, and so draw a line again."""
         return self.stream.isatty() and os.environ.get("TERM") not in _FIXED_TERMINALS
 
     def shows(self, record: Record) -> bool:
@@ -89,7 +89,7 @@ class ConsoleSink:
             self.stream.flush()
 
     def close(self) -> None:
-        """The stream is not ours to close."""
+        """Do nothing: the stream belongs to the caller."""
 
 
 def _write_encodable(stream: TextIO, text: str) -> None:
@@ -100,10 +100,10 @@ def _write_encodable(stream: TextIO, text: str) -> None:
 
 
 def _discard_buffer(stream: TextIO) -> None:
-    """Let the interpreter's last flush go nowhere: on the broken pipe it would raise once more, at exit."""
+    """Redirect the stream to nowhere: at exit, Python flushes it, and on the broken pipe that would raise again."""
     with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        devnull = os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(devnull, stream.fileno())
         finally:
-            os.close(nowhere)
+            os.close(devnull)

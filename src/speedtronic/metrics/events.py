@@ -1,33 +1,37 @@
-"""Every event of a run: what it says, and which keys its payload has."""
+"""Every event of a run: its meaning, the keys of its payload, and its level."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from speedtronic.metrics.records import DEBUG, INFO, WARNING
+
 
 @dataclass(frozen=True)
 class EventKind:
-    """What an event tells.
+    """One kind of event.
 
     Attributes:
         meaning: when it is sent.
-        keys: keys that each payload has.
-        sometimes: keys that a payload may have besides.
+        keys: the keys of every payload.
+        sometimes: more keys, which only some payloads have.
+        level: the level it is shown at: WARNING if a reader should not miss it, DEBUG if few readers need it.
     """
 
     meaning: str
     keys: tuple[str, ...]
     sometimes: tuple[str, ...] = ()
+    level: int = INFO
 
 
 EVENTS: Mapping[str, EventKind] = {
     "train_start": EventKind(
-        "`fit` begins",
+        "`fit` starts",
         ("step", "target_steps", "device", "precision", "parameters", "micro_batches"),
     ),
     "train_step": EventKind(
-        "one optimizer update; on the sinks at the cadence of `logging.every_steps`, to hooks always",
+        "one optimizer update; the sinks get every `logging.every_steps`-th one, the hooks get all",
         (
             "step",
             "loss",
@@ -53,40 +57,57 @@ EVENTS: Mapping[str, EventKind] = {
         "a checkpoint is durable, or its save failed (`path` is null)", ("step", "path"), ("error",)
     ),
     "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("error",)),
-    "optimizer_step_skipped": EventKind("a gradient scaler left out an update", ("step", "reason", "scale")),
-    "nonfinite": EventKind("a loss or gradient is NaN or infinite", ("step", "loss", "grad_norm", "action")),
-    "interrupted": EventKind("a signal ended the run", ("step", "signal")),
+    "optimizer_step_skipped": EventKind(
+        "a gradient scaler skipped an update", ("step", "reason", "scale"), level=WARNING
+    ),
+    "nonfinite": EventKind(
+        "a loss or gradient is NaN or infinite", ("step", "loss", "grad_norm", "action"), level=WARNING
+    ),
+    "interrupted": EventKind("a signal ended the run", ("step", "signal"), level=WARNING),
     "shape_warning": EventKind(
-        "a size that the device's kernels are slow with",
+        "a size for which the device's kernels are slow",
         ("code", "field", "value", "suggested", "alignment", "reason"),
+        level=WARNING,
     ),
     "shape_profile": EventKind(
-        "the sizes were looked at before training",
+        "the sizes were checked before training",
         ("device_type", "precision", "alignment", "warning_count"),
+        level=DEBUG,
     ),
     "delta_upload_queued": EventKind(
-        "DumbDiLoCo: a pseudo-gradient is on this node's disk, from where it will reach the store",
+        "DumbDiLoCo: a pseudo-gradient is on this node's disk, and will be sent to the store from there",
         ("step", "seq", "bytes"),
+        level=DEBUG,
     ),
     "delta_uploaded": EventKind("DumbDiLoCo: the store has a pseudo-gradient", ("seq", "bytes", "session")),
     "delta_upload_skipped": EventKind(
-        "DumbDiLoCo: a boundary without an upload; the next pseudo-gradient holds its progress too", ("step", "reason")
+        "DumbDiLoCo: a boundary without an upload; the next pseudo-gradient holds its progress too",
+        ("step", "reason"),
+        level=WARNING,
     ),
     "delta_upload_failed": EventKind(
         "DumbDiLoCo: a pseudo-gradient could not be written or sent; it is tried again",
         ("error",),
         ("step", "seq", "session"),
+        level=WARNING,
     ),
-    "delta_rejected": EventKind("DumbDiLoCo: the master took in no such pseudo-gradient", ("seq", "session", "reason")),
+    "delta_rejected": EventKind(
+        "DumbDiLoCo: the master rejected a pseudo-gradient of this node", ("seq", "session", "reason"), level=WARNING
+    ),
     "global_installed": EventKind(
-        "DumbDiLoCo: this node trains on from new global weights; `staleness` counts rounds, `pending` this node's "
-        "pseudo-gradients that are not in them yet",
+        "DumbDiLoCo: this node goes on from new global weights; `staleness` counts rounds, `pending` counts this "
+        "node's pseudo-gradients that the weights do not contain yet",
         ("step", "version", "staleness", "pending"),
     ),
     "outer_step": EventKind(
         "DumbDiLoCo: the master published a version; `fraction` is the share of the expected work that was in, "
-        "`rounds` the sum of the shares so far",
+        "`rounds` is the sum of the shares so far",
         ("version", "deltas", "nodes", "fraction", "rounds", "rejected"),
     ),
-    "log": EventKind("a message for people; hooks do not hear it", ("level", "message")),
+    "log": EventKind("a message for people; hooks do not get it", ("level", "message")),
 }
+
+
+def event_level(event: str) -> int:
+    """The level an event is shown at; INFO for an event of a user's own."""
+    return EVENTS[event].level if event in EVENTS else INFO

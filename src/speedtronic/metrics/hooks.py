@@ -1,4 +1,4 @@
-"""Calls a hook on a thread of its own, so that one that hangs or is slow holds nobody up for long."""
+"""Calls a hook on its own thread, so that a hook that hangs or is slow does not hold training up for long."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 from speedtronic.metrics.records import Hook, TrainingHook
 
-_SHARE = 0.05  # of the time that passes, which a hook may take besides its patience
-_LONGEST_QUEUE = 1000  # events that a hook which has fallen behind may still hear
+_SHARE = 0.05  # of the time that passes: a hook may take so much besides its patience
+_LONGEST_QUEUE = 1000  # events that wait for a hook that has fallen behind
 
 
 class HookThread:
     """Tells one hook of events, always on the same thread.
 
-    `tell` waits for the hook, so that what it does is done when the event's sender goes on. A hook that has taken more
-    than `patience` seconds and a twentieth of the time since then is no longer waited for: it hears the events that
-    follow when it is ready for them, the first thousand that it has not come to yet, and misses the others.
+    `tell` waits for the hook, so that its work is done when the sender of the event goes on. The waits of a hook may
+    take `patience` seconds and a twentieth of the time that passes, all together. After that, `tell` no longer waits:
+    up to a thousand events queue for the hook, and it misses the others.
 
     Args:
-        hook: what is called.
+        hook: the hook to call.
         patience: seconds.
-        failed: told of the event and of what the hook raised.
-        warn: told when the hook has fallen behind, and how many events it has missed in the end.
+        failed: called with the hook, the event and the exception that the hook raised.
+        warn: called with a message when the hook falls behind, and with the number of events that it missed in the end.
     """
 
     def __init__(
@@ -49,57 +49,59 @@ class HookThread:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
 
     def tell(self, event: str, payload: dict[str, Any]) -> None:
-        """Let the hook hear an event.
+        """Send an event to the hook.
 
         Raises:
-            BaseException: the hook raised what is no `Exception`, such as `KeyboardInterrupt`, and was waited for.
+            BaseException: `tell` waited for the hook, and it raised something other than an `Exception`, such as
+                `KeyboardInterrupt`.
         """
         call = _Call(self.hook, event, payload, self._failed, awaited=not self._behind)
         if threading.current_thread() is self._thread:
-            call.run()  # the hook sends an event itself, and hears of it
-        elif not self._put(call):
+            call.run()  # the hook itself sent this event, so its thread cannot wait for itself
+        elif not self._enqueue(call):
             self._missed += 1
             return
         elif self._behind:
             return
-        elif not self._came_back(call):
+        elif not self._wait_for(call):
             self._warn(
                 f"hook {hook_name(self.hook)} takes too long, now on {event}: training no longer waits for it, so it "
-                "hears of events late, and misses some when it lags far behind"
+                "gets events late, and misses some if it falls far behind"
             )
             return
         call.raise_failure()
 
     def close(self) -> None:
-        """End the thread, once the hook has heard what is left or `patience` seconds have passed."""
+        """End the thread, after the hook has had all events or `patience` seconds have passed."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is None or threading.current_thread() is thread:
             return
-        _end(self._calls)
+        _put_end_mark(self._calls)
         thread.join(self._patience)
         missed, self._missed = self._missed, 0
         if thread.is_alive():
-            missed += max(0, self._calls.qsize() - 1)  # the last is the word that there will be no more
-            self._warn(f"hook {hook_name(self.hook)} has not come back; {missed} events were left for it")
+            missed += max(0, self._calls.qsize() - 1)  # the last item is the end mark
+            self._warn(f"hook {hook_name(self.hook)} has not returned; {missed} events did not reach it")
         elif missed:
-            self._warn(f"hook {hook_name(self.hook)} was too slow to hear of {missed} events")
+            self._warn(f"hook {hook_name(self.hook)} was too slow and missed {missed} events")
 
-    def _put(self, call: _Call) -> bool:
+    def _enqueue(self, call: _Call) -> bool:
+        """Queue a call for the thread, which is started if there is none; false if the queue is full."""
         with self._lock:
-            # A fork leaves its child without the thread, and the queue in whatever state it was.
+            # A forked child has no thread, and its copy of the queue may be in any state: start over with both.
             if self._thread is None or not self._thread.is_alive():
                 self._calls = SimpleQueue()
-                self._thread = threading.Thread(target=_work, args=(self._calls,), name="hook", daemon=True)
+                self._thread = threading.Thread(target=_run_calls, args=(self._calls,), name="hook", daemon=True)
                 self._thread.start()
-                weakref.finalize(self, _end, self._calls)
+                weakref.finalize(self, _put_end_mark, self._calls)
         if self._calls.qsize() >= _LONGEST_QUEUE:
             return False
         self._calls.put(call)
         return True
 
-    def _came_back(self, call: _Call) -> bool:
-        """Wait for a call, within what the hook may still take."""
+    def _wait_for(self, call: _Call) -> bool:
+        """Wait for a call, for as long as the hook may still take; false if it did not return in that time."""
         begin = time.monotonic()
         call.done.wait(self._patience + _SHARE * (begin - self._began) - self._taken)
         self._taken += time.monotonic() - begin
@@ -108,7 +110,7 @@ class HookThread:
 
 
 class _Call:
-    """One event for a hook. What the hook raises is its sender's to report, as long as the sender waits."""
+    """One event for a hook. If the hook raises, the sender reports it; once abandoned, the hook's thread does."""
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class _Call:
                 self._hook.on_event(self._event, self._payload)
             else:
                 self._hook(self._event, self._payload)
-        except BaseException as error:  # noqa: BLE001 - foreign code at the edge of a thread; the sender is told
+        except BaseException as error:  # noqa: BLE001 - user code at the edge of a thread; the sender is told
             self._failure = error
         with self._lock:
             self.done.set()
@@ -142,12 +144,13 @@ class _Call:
                 self._report()
 
     def abandon(self) -> bool:
-        """Leave the rest to the hook's thread; false when the call has just ended."""
+        """Let the hook's thread report a failure; false if the call has just ended, and the sender can report it."""
         with self._lock:
             self._abandoned = not self.done.is_set()
             return self._abandoned
 
     def raise_failure(self) -> None:
+        """Report what the hook raised. Raise it if it must end the run, such as `KeyboardInterrupt`."""
         if self._failure is not None and not isinstance(self._failure, Exception):
             raise self._failure
         self._report()
@@ -158,16 +161,16 @@ class _Call:
 
 
 def hook_name(hook: Hook) -> str:
-    """What messages call a hook."""
+    """The name of a hook in messages."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
-def _work(calls: SimpleQueue[_Call | None]) -> None:
+def _run_calls(calls: SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         call.run()
-        del call  # it would keep the hook, and who is told of its failures, alive until the next event
+        del call  # it would keep the hook and its logger alive until the next event
 
 
-def _end(calls: SimpleQueue[_Call | None]) -> None:
-    # May run while a thread is within this very queue, when garbage is collected there; a SimpleQueue allows that.
+def _put_end_mark(calls: SimpleQueue[_Call | None]) -> None:
+    # The garbage collector may call this while the thread is inside this very queue. A SimpleQueue allows that.
     calls.put(None)

@@ -1,4 +1,4 @@
-"""Every event as one line of strict JSON: what programs read."""
+"""Every event as one line of strict JSON, for programs to read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 class JsonlSink:
-    """Appends `{"event": …, <the payload's keys>, "elapsed_s": …, "time": …}` per record, at every level.
+    """Appends `{"event": …, <the payload's keys>, "elapsed_s": …, "time": …}` for each record, at every level.
 
-    `event`, `elapsed_s` (seconds since the logger was made) and `time` (UTC, ISO 8601) mean the same on
-    every line; a payload key of one of these names gives way. JSON has no NaN and no infinity: such a
-    number is written as null and its key listed under `nonfinite`.
+    `event`, `elapsed_s` (seconds since the logger was made) and `time` (UTC, ISO 8601) mean the same on every line, and
+    replace payload keys of the same name. JSON has no NaN and no infinity: such a number is written as null, and its
+    key is listed under `nonfinite`.
 
     Raises:
         OSError: the file cannot be opened.
@@ -32,35 +32,37 @@ class JsonlSink:
         return str(self._file.path)
 
     def write(self, record: Record) -> None:
-        self._file.write_line(_encode_line(record).encode("ascii"))
+        self._file.write_line(encode_line(record).encode("ascii"))
 
     def close(self) -> None:
         self._file.close()
 
 
-def _encode_line(record: Record) -> str:
-    line = {
+def encode_line(record: Record) -> str:
+    """The line of a record, without its newline, in ASCII."""
+    fields = {
         "event": record.event,
         **record.payload,
         "elapsed_s": round(record.elapsed_s, 6),
         "time": record.time.isoformat(timespec="milliseconds"),
     }
-    line["event"] = record.event
+    fields["event"] = record.event  # again: a payload key of this name has replaced it
     try:
-        return _encode(line)
+        return _encode(fields)
     except ValueError:
+        # A number is NaN or infinite. That is rare, so look for it only now.
         nonfinite: list[str] = []
-        finite = {key: _finite(value, key, nonfinite) for key, value in line.items()}
+        finite = {key: _null_if_nonfinite(value, key, nonfinite) for key, value in fields.items()}
         return _encode({**finite, "nonfinite": nonfinite})
 
 
-def _finite(value: Any, path: str, nonfinite: list[str]) -> Any:
-    """The value with None for NaN and infinity; their paths (`eval.loss`, `losses.3`) go into the list."""
+def _null_if_nonfinite(value: Any, path: str, nonfinite: list[str]) -> Any:
+    """The value with None for NaN and infinity. Appends their paths (`eval.loss`, `losses.3`) to `nonfinite`."""
     if isinstance(value, float) and not math.isfinite(value):
         nonfinite.append(path)
         return None
     if isinstance(value, dict):
-        return {key: _finite(item, f"{path}.{key}", nonfinite) for key, item in value.items()}
+        return {key: _null_if_nonfinite(item, f"{path}.{key}", nonfinite) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item, f"{path}.{index}", nonfinite) for index, item in enumerate(value)]
+        return [_null_if_nonfinite(item, f"{path}.{index}", nonfinite) for index, item in enumerate(value)]
     return value

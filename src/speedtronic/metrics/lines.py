@@ -9,14 +9,14 @@ from speedtronic.metrics.records import ERROR, LOG, TRAIN_STEP, WARNING, Record
 _RATES = {"steps_per_sec": "steps/s", "samples_per_sec": "samples/s", "tokens_per_sec": "tok/s"}
 _LONGEST_TEXT = 200
 
-# Text may come from anywhere (a path, an error, a generated sample). What steers a terminal is shown, not
-# obeyed.
+# Text may come from anywhere: a path, an error, a generated sample. Control characters are escaped, so that they cannot
+# control the terminal.
 _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _VISIBLE_ONE_LINE = {**_VISIBLE, ord("\n"): "\\n", ord("\t"): "\\t"}
 
 
 def format_line(record: Record) -> str:
-    """One line without its newline, and without values that are None. A message may hold newlines itself."""
+    """The line of a record, without its newline and without values that are None. A message may contain newlines."""
     if record.event == LOG and "message" in record.payload:
         return _prefix(record.level) + str(record.payload["message"]).translate(_VISIBLE)
     words = [_field(key, value) for key, value in record.payload.items() if value is not None]
@@ -34,19 +34,17 @@ def _prefix(level: int) -> str:
 def _field(key: str, value: Any) -> str:
     if key in _RATES and isinstance(value, int | float):
         return f"{short_number(value)} {_RATES[key]}"
-    return f"{key} {_value(key, value)}"
-
-
-def _value(key: str, value: Any) -> str:
     if type(value) is float:
-        return _float(key, value)
-    if type(value) is int:
-        return short_bytes(value) if key.endswith("_bytes") else str(value)
-    text = str(value).translate(_VISIBLE_ONE_LINE)
-    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+        text = _format_float(key, value)
+    elif type(value) is int:
+        text = short_bytes(value) if key.endswith("_bytes") else str(value)
+    else:
+        text = str(value).translate(_VISIBLE_ONE_LINE)
+        text = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+    return f"{key} {text}"
 
 
-def _float(key: str, value: float) -> str:
+def _format_float(key: str, value: float) -> str:
     if key.endswith("loss") and 1e-3 <= abs(value) < 1e6:
         return f"{value:.4f}"
     if key == "lr" or key.startswith("lr_"):

@@ -1,4 +1,4 @@
-"""`MetricLogger`: what every event of a run passes through, on its way to the sinks and the hooks."""
+"""`MetricLogger`: sends every event of a run to the sinks and the hooks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Self, TextIO
 
 from speedtronic.errors import ConfigError
 from speedtronic.metrics.console import ConsoleSink
+from speedtronic.metrics.events import event_level
 from speedtronic.metrics.hooks import HookThread, hook_name
 from speedtronic.metrics.jsonl import JsonlSink
 from speedtronic.metrics.progress import PROGRESS_MODES, ProgressMode, ProgressSink
@@ -28,7 +29,6 @@ from speedtronic.metrics.records import (
     Record,
     Sink,
     TrainingHook,
-    event_level,
     plain_payload,
 )
 from speedtronic.metrics.textfile import TextFileSink
@@ -39,29 +39,27 @@ def _utc_now() -> datetime:
 
 
 class MetricLogger:
-    """Sends events to the console, a text file, a JSON-lines file, a progress line and hooks; never ends a
-    run.
+    """Sends events to the console, a text file, a JSON-lines file, a progress line and hooks. It never ends a run.
 
-    `train_step` events reach the sinks only when their `step` is a multiple of `every_steps`; all other
-    events always do. Hooks hear every event, each on a thread of its own; one that hangs or is slow is waited
-    for as `HookThread` says. A file that cannot be written (a full disk) is reported once
-    on the console and tried again with each record; a closed pipe silences the console. Safe to use from
-    several threads.
+    A `train_step` event reaches the sinks only if its `step` is a multiple of `every_steps`; other events always do.
+    Hooks get every event, each hook on its own thread. `HookThread` says how long training waits for a slow hook. If a
+    file cannot be written (a full disk), the console says so once, and each record tries again. After its pipe is
+    closed, the console is silent. Safe to use from several threads.
 
     Attributes:
         every_steps: the cadence.
-        hooks: those that hear every event.
+        hooks: the hooks that get every event.
 
     Args:
-        level: what console and text file show from: DEBUG, INFO, WARNING, ERROR or CRITICAL. The JSON lines
-            and the hooks are not filtered.
+        level: the lowest level that console and text file show: DEBUG, INFO, WARNING, ERROR or CRITICAL. It does not
+            filter the JSON lines and the hooks.
         file: a text file to append the console's lines to, with time and level.
-        json_file: a file to append one strict JSON object per event to.
+        json_file: a file to append one strict JSON object for each event to.
         every_steps: cadence of `train_step` on the sinks, at least 1.
-        stream: where console lines go; None means `sys.stdout` as it is at that moment.
+        stream: where console lines go; None means the `sys.stdout` of each moment.
         hooks: callables `(event, payload)` or objects with `on_event(event, payload)`.
         progress: a live line on a terminal: `off`, `auto` (unless `level` hides ordinary lines) or `on`.
-        hook_patience: seconds that each hook may keep others waiting, besides a twentieth of all the time.
+        hook_patience: seconds that training waits for each hook in all, besides a twentieth of the time that passes.
         clock: monotonic seconds, for `elapsed_s`.
         now: the time in UTC.
 
@@ -84,7 +82,9 @@ class MetricLogger:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = _utc_now,
     ) -> None:
-        threshold = _threshold(level)
+        threshold = LEVELS.get(level.upper())
+        if threshold is None:
+            raise ConfigError(f"logging.level: must be one of {', '.join(LEVELS)}, got {level!r}")
         if every_steps < 1:
             raise ConfigError(f"logging.every_steps: must be at least 1, got {every_steps}")
         if progress not in PROGRESS_MODES:
@@ -93,16 +93,15 @@ class MetricLogger:
         self._clock = clock
         self._now = now
         self._started = clock()
-        # Re-entrant: a signal handler, or a warning raised while a record is written, may log on the same
-        # thread.
+        # Re-entrant: a signal handler, or a warning raised while a record is written, may log on the same thread.
         self._lock = threading.RLock()
         console = ConsoleSink(stream, threshold)
         self._console: Sink = console if progress == "off" else ProgressSink(console, progress, clock)
         self._sinks: list[Sink] = [self._console]
         if file is not None:
-            self._sinks.append(_opened("file", file, lambda path: TextFileSink(path, threshold)))
+            self._sinks.append(_open_sink("file", file, lambda path: TextFileSink(path, threshold)))
         if json_file is not None:
-            self._sinks.append(_opened("json_file", json_file, JsonlSink))
+            self._sinks.append(_open_sink("json_file", json_file, JsonlSink))
         self._failing: set[str] = set()
         self.hooks: list[Hook] = []
         self._hook_patience = hook_patience
@@ -112,7 +111,7 @@ class MetricLogger:
             self.add_hook(hook)
 
     def add_hook(self, hook: Hook) -> None:
-        """Let `hook` hear every event from now on.
+        """Send every event to `hook` from now on.
 
         Raises:
             TypeError: it is neither callable nor has `on_event`.
@@ -124,13 +123,22 @@ class MetricLogger:
     def emit(self, event: str, payload: Mapping[str, Any] | None = None) -> None:
         """Write one event to the sinks, then tell the hooks.
 
-        Scalars of tensors and arrays are read here; what no sink could write becomes text.
+        Scalars of tensors and arrays are read here. A value that no sink could write becomes text.
         """
         payload = payload or {}
-        if event != TRAIN_STEP or _is_multiple(payload.get("step", 0), self.every_steps):
+        step = payload.get("step", 0)
+        # A step that is not a number is shown: the sender may have a reason for it.
+        if event != TRAIN_STEP or not isinstance(step, numbers.Real) or step % self.every_steps == 0:
             self._write(event, event_level(event), payload)
         for hook in self.hooks:
-            self._thread_of(hook).tell(event, dict(payload))
+            with self._lock:
+                # By id, because a hook need not be hashable. The entry keeps its hook, so no other gets the same id.
+                if id(hook) not in self._hook_threads:
+                    self._hook_threads[id(hook)] = HookThread(
+                        hook, patience=self._hook_patience, failed=self._hook_failed, warn=self.warning
+                    )
+                thread = self._hook_threads[id(hook)]
+            thread.tell(event, dict(payload))
 
     def info(self, message: str) -> None:
         self._log(INFO, message)
@@ -142,9 +150,9 @@ class MetricLogger:
         self._log(ERROR, message)
 
     def close(self) -> None:
-        """Let slow hooks come to their end, end the progress line, close the files.
+        """Wait for slow hooks, end the progress line, close the files.
 
-        Harmless when repeated; a later event opens all of it again.
+        A second call does no harm. A later event opens everything again.
         """
         for thread in list(self._hook_threads.values()):
             thread.close()
@@ -171,31 +179,26 @@ class MetricLogger:
                 self._write_to(sink, record)
 
     def _record(self, event: str, level: int, payload: Mapping[str, Any]) -> Record:
-        return Record(event, level, plain_payload(payload), self._clock() - self._started, self._now())
+        return Record(
+            event=event,
+            level=level,
+            payload=plain_payload(payload),
+            elapsed_s=self._clock() - self._started,
+            time=self._now(),
+        )
 
     def _write_to(self, sink: Sink, record: Record) -> None:
         try:
             sink.write(record)
         except OSError as error:
-            self._report(sink, error)
+            # Say it once on the console, until the sink works again.
+            if sink.name not in self._failing and sink is not self._console:
+                self._failing.add(sink.name)
+                reason = error.strerror or str(error)
+                message = f"cannot write to {sink.name}: {reason}; training goes on, but this file will miss lines"
+                self._write_to(self._console, self._record(LOG, WARNING, {"level": "WARNING", "message": message}))
         else:
             self._failing.discard(sink.name)
-
-    def _report(self, sink: Sink, error: OSError) -> None:
-        """Say once on the console that a file misses lines, until it works again."""
-        if sink.name in self._failing or sink is self._console:
-            return
-        self._failing.add(sink.name)
-        reason = error.strerror or str(error)
-        message = f"cannot write to {sink.name}: {reason}; training goes on, the file misses lines meanwhile"
-        self._write_to(self._console, self._record(LOG, WARNING, {"level": "WARNING", "message": message}))
-
-    def _thread_of(self, hook: Hook) -> HookThread:
-        with self._lock:
-            # The entry keeps its hook, so that no other one can come to have the same id.
-            if id(hook) not in self._hook_threads:
-                self._hook_threads[id(hook)] = HookThread(hook, self._hook_patience, self._hook_failed, self.warning)
-            return self._hook_threads[id(hook)]
 
     def _hook_failed(self, hook: Hook, event: str, error: BaseException) -> None:
         message = f"hook {hook_name(hook)} failed on {event}: {type(error).__name__}: {error}"
@@ -205,22 +208,10 @@ class MetricLogger:
         self.warning(message)
 
 
-def _threshold(level: str) -> int:
+def _open_sink(key: str, path: str | os.PathLike[str], open_path: Callable[[str | os.PathLike[str]], Sink]) -> Sink:
     try:
-        return LEVELS[level.upper()]
-    except KeyError:
-        raise ConfigError(f"logging.level: must be one of {', '.join(LEVELS)}, got {level!r}") from None
-
-
-def _opened(key: str, path: str | os.PathLike[str], open_sink: Callable[[str | os.PathLike[str]], Sink]) -> Sink:
-    try:
-        return open_sink(path)
+        return open_path(path)
     except OSError as error:
         raise ConfigError(f"logging.{key}: cannot write to {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"logging.{key}: cannot write to {str(path)!r}: {error}") from error
-
-
-def _is_multiple(step: object, of: int) -> bool:
-    # Whoever emits a step that is no number wants it seen.
-    return not isinstance(step, numbers.Real) or step % of == 0

@@ -24,16 +24,14 @@ _LONGEST_ETA = 1e10  # seconds, three centuries
 
 
 class ProgressSink:
-    """Stands in front of the console: while a run trains, steps move the live line and other lines appear
-    above it.
+    """Shows one live line while a run trains. Steps move the line; all other records appear above it.
 
-    It shows only on a terminal that can move its cursor; elsewhere all records go to the console. `auto`
-    keeps it away when the console's level hides ordinary lines too; `on` shows it then as well. Frames are
-    drawn by the thread that writes, at most ten a second: a drawing thread could hold a lock while data
-    workers are forked.
+    It needs a terminal that can move its cursor; elsewhere all records go to the console. With `auto`, there is no live
+    line if the console's level hides ordinary lines; with `on`, there is. The thread that writes draws the frames, at
+    most ten a second. A thread of its own could hold a lock while data workers are forked.
 
     Args:
-        console: the sink for everything that is not a live step.
+        console: the sink for everything but live steps.
         mode: `auto` or `on`.
         clock: seconds, monotonic.
     """
@@ -54,7 +52,7 @@ class ProgressSink:
             self.close()
         if self._live is None:
             self._console.write(record)
-        elif record.event == TRAIN_STEP and _number(record.payload, "step") is not None:
+        elif record.event == TRAIN_STEP and _finite_number(record.payload, "step") is not None:
             self._move(record.payload)
         elif self._console.shows(record):
             self._live.console.print(format_line(record), markup=False, highlight=False, soft_wrap=True)
@@ -62,20 +60,21 @@ class ProgressSink:
             self._start(record.payload)
 
     def close(self) -> None:
-        """End the live line and give the terminal its cursor back."""
+        """End the live line and show the terminal's cursor again."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
 
     def _wanted(self, record: Record) -> bool:
+        """Whether to show the live line from this `train_start` on."""
         visible = self._console.is_terminal() and (self._mode == "on" or self._console.shows(record))
-        return visible and None not in (_number(record.payload, "step"), _number(record.payload, "target_steps"))
+        return visible and all(_finite_number(record.payload, key) is not None for key in ("step", "target_steps"))
 
     def _start(self, payload: Mapping[str, Any]) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # From now on `sys.stdout` may be what writes above the live line; the line itself goes to what it is now.
+        # rich may replace `sys.stdout` by a stream that writes above the live line. The line itself needs the old one.
         stream = self._console.stream.target
         self._live = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -102,21 +101,21 @@ class ProgressSink:
 
 
 def _numbers(payload: Mapping[str, Any], steps_left: float) -> str:
-    """What stands behind the bar, of the numbers that the step has."""
+    """The text after the bar, from the numbers that the step has."""
     words = []
-    if (loss := _number(payload, "loss")) is not None:
+    if (loss := _finite_number(payload, "loss")) is not None:
         words.append(f"loss {loss:.4f}")
-    if tokens_per_sec := _number(payload, "tokens_per_sec"):
+    if tokens_per_sec := _finite_number(payload, "tokens_per_sec"):
         words.append(f"{short_number(tokens_per_sec)} tok/s")
-    steps_per_sec = _number(payload, "steps_per_sec")
+    steps_per_sec = _finite_number(payload, "steps_per_sec")
     if steps_per_sec and abs(seconds := steps_left / steps_per_sec) < _LONGEST_ETA:
         words.append(f"eta {timedelta(seconds=round(seconds))}")
-    if peak_memory := _number(payload, "peak_memory_bytes"):
+    if peak_memory := _finite_number(payload, "peak_memory_bytes"):
         words.append(short_bytes(peak_memory))
     return "  ".join(words)
 
 
-def _number(payload: Mapping[str, Any], key: str) -> float | None:
-    """A value to calculate with, or None: anybody may emit an event with anything in it."""
+def _finite_number(payload: Mapping[str, Any], key: str) -> float | None:
+    """A value to calculate with, or None: user code may emit an event with anything in it."""
     value = payload.get(key)
     return value if isinstance(value, int | float) and math.isfinite(value) else None

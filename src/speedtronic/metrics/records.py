@@ -1,4 +1,4 @@
-"""What flows through the logger: one `Record` per event, written by `Sink`s; and what a hook looks like."""
+"""The types around the logger: a `Record` for each event, the `Sink`s that write it, the hooks; and plain payloads."""
 
 from __future__ import annotations
 
@@ -8,29 +8,13 @@ from datetime import datetime
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 LEVELS: Mapping[str, int] = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
+DEBUG = LEVELS["DEBUG"]
 INFO = LEVELS["INFO"]
 WARNING = LEVELS["WARNING"]
 ERROR = LEVELS["ERROR"]
 
 TRAIN_STEP = "train_step"
 LOG = "log"
-
-_EVENT_LEVELS: Mapping[str, int] = {
-    "shape_profile": LEVELS["DEBUG"],
-    "nonfinite": WARNING,
-    "optimizer_step_skipped": WARNING,
-    "shape_warning": WARNING,
-    "interrupted": WARNING,
-    "delta_upload_queued": LEVELS["DEBUG"],
-    "delta_upload_skipped": WARNING,
-    "delta_upload_failed": WARNING,
-    "delta_rejected": WARNING,
-}
-
-
-def event_level(event: str) -> int:
-    """The level an event is shown at: WARNING for what a reader should not miss, DEBUG for what few look for."""
-    return _EVENT_LEVELS.get(event, INFO)
 
 
 class Record(NamedTuple):
@@ -39,8 +23,7 @@ class Record(NamedTuple):
     Attributes:
         event: the event's name; `log` for a message.
         level: one of `LEVELS`' numbers.
-        payload: plain values only: None, bool, int, float (which may be non-finite), str, lists and dicts
-            of them.
+        payload: plain values only: None, bool, int, float (NaN and infinity too), str, lists and dicts of them.
         elapsed_s: seconds since the logger was made.
         time: when it happened, in UTC.
     """
@@ -53,23 +36,23 @@ class Record(NamedTuple):
 
 
 class Sink(Protocol):
-    """Somewhere records are written. `write` may raise `OSError`; the logger reports it and goes on."""
+    """A place that records are written to. `write` may raise `OSError`; the logger reports it and goes on."""
 
     @property
     def name(self) -> str:
-        """What a report about this sink calls it: a path, or `console`."""
+        """The name of this sink in reports: a path, or `console`."""
         ...
 
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None:
-        """Release what is held open. A later `write` opens it again."""
+        """Close the files. A later `write` opens them again."""
         ...
 
 
 @runtime_checkable
 class TrainingHook(Protocol):
-    """An object that wants to hear of every event."""
+    """An object that is called on every event."""
 
     def on_event(self, event: str, payload: dict[str, Any]) -> object: ...
 
@@ -78,17 +61,21 @@ Hook: TypeAlias = TrainingHook | Callable[[str, dict[str, Any]], object]
 
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, str})
-_LARGEST_INT = 2**1023  # beyond it lie numbers that are no float, and soon those that Python does not print
-_DEEPEST = 32
+_LARGEST_INT = 2**1023  # a larger int does not fit a float, and Python refuses to print a much larger one
+_DEEPEST = 32  # containers inside each other
 
 
 def plain_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The payload in values that JSON knows: tensor and array scalars read, anything else as its text."""
-    return {_text(key): value if type(value) in _PLAIN_TYPES else _plain(value, ()) for key, value in payload.items()}
+    """The payload in values that JSON knows. Scalars of tensors and arrays are read; other objects become text."""
+    return {
+        # Most values are plain already: this check saves them a call.
+        _text(key): value if type(value) in _PLAIN_TYPES else _plain_value(value, ())
+        for key, value in payload.items()
+    }
 
 
-def _plain(value: Any, above: tuple[int, ...]) -> Any:
-    """`above` are the ids of the containers that the value lies in."""
+def _plain_value(value: Any, above: tuple[int, ...]) -> Any:
+    """`above` holds the ids of the containers around the value."""
     if type(value) in _PLAIN_TYPES:
         return value
     if isinstance(value, int):
@@ -99,25 +86,26 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
         return str.__str__(value)
     if not isinstance(value, Mapping | list | tuple | set | frozenset):
         return _scalar_or_text(value)
+    # A container inside itself, or too many inside each other.
     if id(value) in above or len(above) == _DEEPEST:
         return "..."
     above = (*above, id(value))
     if isinstance(value, Mapping):
-        return {_text(key): _plain(item, above) for key, item in value.items()}
-    return [_plain(item, above) for item in value]
+        return {_text(key): _plain_value(item, above) for key, item in value.items()}
+    return [_plain_value(item, above) for item in value]
 
 
 def _scalar_or_text(value: Any) -> Any:
-    """A 0-dimensional tensor's or array's number, found by its shape so that neither library is imported."""
+    """The number of a 0-dimensional tensor or array, recognised by its shape so that neither library is imported."""
     scalar = value
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        with suppress(Exception):  # such as that of a tensor without data: its text is what there is to say
+        with suppress(Exception):  # such as the error of a tensor without data: then write its text
             scalar = value.item()
-    return _plain(scalar, ()) if isinstance(scalar, bool | int | float | str) else _text(value)
+    return _plain_value(scalar, ()) if isinstance(scalar, bool | int | float | str) else _text(value)
 
 
 def _text(value: Any) -> str:
     try:
         return str(value)
-    except Exception as error:  # noqa: BLE001 - foreign code: whatever a value raises must not end the run
+    except Exception as error:  # noqa: BLE001 - `str` runs the value's own code, whose errors must not end the run
         return f"<{type(value).__name__}: {type(error).__name__}>"

@@ -12,7 +12,7 @@ _LEVEL_NAMES = {number: name for name, number in LEVELS.items()}
 
 
 class TextFileSink:
-    """Appends one line per record at or above `level`: `2026-01-31T12:00:00+00:00 INFO step 1  loss 5.5452`.
+    """Appends one line for each record at or above `level`: `2026-01-31T12:00:00+00:00 INFO step 1  loss 5.5452`.
 
     Raises:
         OSError: the file cannot be opened.

@@ -1,4 +1,4 @@
-"""The reference transformer, its loss, and what a module's user may ask of any model."""
+"""The reference transformer, its loss, and helpers for any model: evaluation mode, gradient checkpointing."""
 
 from __future__ import annotations
 

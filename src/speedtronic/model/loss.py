@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
-"""The label of a position that is no target."""
+"""The label of a position that is not a target."""
 
 
 def causal_cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,29 +25,28 @@ def causal_cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
             the last position has no target. `-100` marks a position to ignore.
 
     Returns:
-        The scalar sum in nats, differentiable even when every label is ignored, and the int64 count of labels
-        that are not ignored. Both stay on the device: nothing is read back.
+        The scalar sum in nats, differentiable even if every label is ignored, and the int64 count of labels that are
+        not ignored. Both stay on the device.
 
     Raises:
         ValueError: the labels fit neither form.
     """
     targets = _one_label_per_position(logits, labels)
-    return _summed_cross_entropy(logits.flatten(0, 1), targets.flatten()), (targets != IGNORE_INDEX).sum()
-
-
-def _summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    flat_logits, flat_targets = logits.flatten(0, 1), targets.flatten()
+    total: Tensor
     if torch.compiler.is_compiling():
-        # A compiler decides by itself what is kept and what is computed again.
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    total: Tensor = _SummedCrossEntropy.apply(logits, targets)[0]  # type: ignore[no-untyped-call]
-    return total
+        # A compiler decides itself which tensors to keep and which to compute again.
+        wide = flat_logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = F.cross_entropy(wide, flat_targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    else:
+        total = _SummedCrossEntropy.apply(flat_logits, flat_targets)[0]  # type: ignore[no-untyped-call]
+    return total, (targets != IGNORE_INDEX).sum()
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Σ log Σ exp(logits) - logits[target], which keeps the logits for the backward pass and nothing of their size.
+    """Σ log Σ exp(logits) - logits[target]. It keeps the logits for the backward pass, and nothing else of their size.
 
-    A log-softmax would keep its result as well: for a large vocabulary the largest tensor of a model, in float32.
+    A log-softmax would also keep its result. For a large vocabulary, that is the largest tensor of a model, in float32.
     """
 
     generate_vmap_rule = True
@@ -73,6 +72,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             return None, None
         logits, targets, normalizer = ctx.saved_tensors
         ignored = targets == IGNORE_INDEX
+        # d total / d logits = softmax(logits) - one_hot(target), and 0 at ignored positions.
         weight = upstream.expand_as(targets).masked_fill(ignored, 0.0).unsqueeze(-1)
         gradient = torch.exp(logits - normalizer.unsqueeze(-1)).mul_(weight)
         gradient.scatter_add_(-1, targets.masked_fill(ignored, 0).unsqueeze(-1), -weight)
@@ -80,10 +80,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def causal_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean negative log-likelihood of the labels that are not ignored, in nats per token; zero when there are
-    none.
+    """Mean negative log-likelihood of the labels that are not ignored, in nats per token; zero if there are none.
 
-    Arguments and errors as in `causal_cross_entropy_sum`. The zero keeps its graph to the logits.
+    Arguments and errors as in `causal_cross_entropy_sum`. The zero still has a gradient graph to the logits.
     """
     total, count = causal_cross_entropy_sum(logits, labels)
     return total / count.clamp(min=1)
@@ -95,7 +94,7 @@ def _one_label_per_position(logits: Tensor, labels: Tensor) -> Tensor:
         if labels.shape == (batch, length):
             return labels.long()
         if labels.shape == (batch, length - 1):
-            # Ignoring the last position equals cutting it off, without copying the logits.
+            # Ignore the last position: the same as cutting it off, but without a copy of the logits.
             return F.pad(labels.long(), (0, 1), value=IGNORE_INDEX)
     raise ValueError(
         f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: logits are "

@@ -1,4 +1,4 @@
-"""Looking at a model without leaving a trace in it."""
+"""Evaluate a model without changing its modes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module of the model in evaluation mode, and afterwards each back in the mode it was in.
+    """Put every module of the model in evaluation mode, and afterwards each back in its former mode.
 
-    `model.train()` alone would also wake the modules that their owner had put to sleep, such as a frozen
-    batch norm.
+    `model.train()` alone would also switch modules to training that were in evaluation mode on purpose, such as a
+    frozen batch norm.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

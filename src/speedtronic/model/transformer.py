@@ -1,8 +1,8 @@
 """The reference model: a decoder-only transformer that knows nothing of trainers.
 
 Pre-norm RMSNorm (Zhang & Sennrich 2019), rotary position embedding (RoPE, Su et al. 2021, in the rotate-half
-layout of Llama), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020), no biases. Two options learn
-faster: `qk_norm` and `ngram_order`.
+layout of Llama), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020), no biases. Two options make it
+learn faster: `qk_norm` and `ngram_order`.
 
 Legend: `B` batch, `T` sequence, `D` model width, `H` query heads, `K` key/value heads, `E` = D / H head
 width, `F` feed-forward width, `V` vocabulary.
@@ -32,26 +32,26 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
-# Multiplier and modulus of a known random number generator (Park & Miller 1988); a product of the two fits int64.
+# Multiplier and modulus of a well-known random number generator (Park & Miller 1988). Their product fits int64.
 _HASH_FACTOR, _HASH_MODULUS = 48271, 2**31 - 1
 
 
 class ModelOutput(TypedDict):
-    """What `ReferenceTransformer.forward` returns: a plain dict."""
+    """The result of `ReferenceTransformer.forward`, a plain dict."""
 
     logits: Tensor
     """`(B, T, V)`, in the compute dtype."""
     loss: Tensor | None
-    """Scalar mean cross-entropy in nats per token; `None` when no labels were given."""
+    """Scalar mean cross-entropy in nats per token; `None` without labels."""
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a `ReferenceTransformer`. Whatever is `None` is resolved on construction.
+    """The shape of a `ReferenceTransformer`. Construction replaces each `None` by its default.
 
     Attributes:
         vocab_size: number of token ids, V.
-        block_size: longest sequence that the model takes, in tokens.
+        block_size: longest sequence, in tokens.
         n_layer: number of blocks.
         n_head: number of query heads, H.
         n_kv_head: number of key/value heads, K, a divisor of `n_head`; `None` is `n_head`.
@@ -61,14 +61,14 @@ class GPTConfig:
         dropout: probability in [0, 1), of embeddings, attention weights and residual branches.
         tie_weights: whether the output head is the token embedding.
         rope_base: base of the rotary wavelengths.
-        qk_norm: whether queries and keys are brought to a root mean square of one, each head on its own, before they
-            are turned (Henry et al. 2020, without weights).
-        ngram_order: longest run of tokens that has an embedding of its own, which is added to that of its last token
-            (hashed n-grams: Bojanowski et al. 2017). 1 is that token alone: no further embedding.
-        ngram_buckets: rows of each table of n-grams; those that fall into one row share it.
+        qk_norm: whether to scale queries and keys to a root mean square of one, per head, before the rotation (Henry
+            et al. 2020, without weights).
+        ngram_order: longest run of tokens with an embedding of its own, which is added to the embedding of the run's
+            last token (hashed n-grams: Bojanowski et al. 2017). 1 means no n-gram embeddings.
+        ngram_buckets: rows of each n-gram table; n-grams with the same hash share a row.
 
     Raises:
-        ConfigError: a value is out of range, or two do not fit each other.
+        ConfigError: a value is out of range, or two values do not fit each other.
     """
 
     vocab_size: int = 512
@@ -88,8 +88,20 @@ class GPTConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
         object.__setattr__(self, "d_ff", 4 * self.d_model if self.d_ff is None else self.d_ff)
-        self._check_sizes()
-        self._check_heads()
+        sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff")
+        for name in (*sizes, "ngram_order", "ngram_buckets"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.n_head % self.kv_heads:
+            raise ConfigError(f"n_head {self.n_head} must be divisible by n_kv_head {self.n_kv_head}")
+        if self.d_model % self.n_head:
+            raise ConfigError(f"d_model {self.d_model} must be divisible by n_head {self.n_head}")
+        if self.head_size % 2:
+            raise ConfigError(
+                f"d_model {self.d_model} / n_head {self.n_head} is an odd head width, {self.head_size}; "
+                "rotary embedding turns pairs, so it must be even"
+            )
         if self.ngram_order > self.block_size:
             raise ConfigError(
                 f"ngram_order {self.ngram_order} exceeds block_size {self.block_size}: no run is longer than a sequence"
@@ -120,27 +132,9 @@ class GPTConfig:
         per_head = -(-2 * cast(int, self.d_ff) // (3 * self.n_head))
         return per_head * self.n_head
 
-    def _check_sizes(self) -> None:
-        sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "d_model", "d_ff")
-        for name in (*sizes, "ngram_order", "ngram_buckets"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-    def _check_heads(self) -> None:
-        if self.n_head % self.kv_heads:
-            raise ConfigError(f"n_head {self.n_head} must be divisible by n_kv_head {self.n_kv_head}")
-        if self.d_model % self.n_head:
-            raise ConfigError(f"d_model {self.d_model} must be divisible by n_head {self.n_head}")
-        if self.head_size % 2:
-            raise ConfigError(
-                f"d_model {self.d_model} / n_head {self.n_head} is an odd head width, {self.head_size}; "
-                "rotary embedding turns pairs, so it must be even"
-            )
-
 
 class GPTOptions(TypedDict, total=False):
-    """Arguments of `ReferenceTransformer`: those of `GPTConfig`, and `max_seq_len` for `block_size`."""
+    """Arguments of `ReferenceTransformer`: those of `GPTConfig`, and `max_seq_len`, another name for `block_size`."""
 
     vocab_size: int
     block_size: int
@@ -171,10 +165,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype:
-            # torch's kernel wants equal dtypes, and warns about a half-precision input with float32 weights.
+            # torch's kernel needs equal dtypes, and warns about a half-precision input with float32 weights.
             wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
             return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
-        # torch's kernel refuses another width, which the product below would spread where it is one.
+        # The shape is checked because the product would broadcast a width of one. torch's kernel refuses a wrong width.
         if x.shape[-1:] == self.weight.shape and _torch_is_slow_with_norms_of(x):
             return unit_rms(x, self.eps) * self.weight
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -196,7 +190,7 @@ def _torch_is_slow_with_norms_of(x: Tensor) -> bool:
 
 
 class _EagerUnitRMS(torch.autograd.Function):
-    """`unit_rms` in fewer passes over memory than torch's, which has no kernel of its own for it on CPUs.
+    """`unit_rms` in fewer passes over memory than torch takes, which has no own kernel for it on CPUs.
 
     With n = x · r and r = 1 / sqrt(mean(x²) + eps), the gradient is dx = r · (dn - n · mean(dn · n)).
     """
@@ -226,10 +220,10 @@ class _EagerUnitRMS(torch.autograd.Function):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines that turn each pair `(x[i], x[i + E/2])` by the angle `position / base^(2i / E)`.
+    """Cosines and sines that rotate each pair `(x[i], x[i + E/2])` by the angle `position / base^(2i / E)`.
 
-    The tables are computed in float64, held in float32 and never saved: whatever dtype or device the module
-    moves to, they are made again there, because an angle of a few thousand does not survive bfloat16.
+    The tables are computed in float64, held in float32 and never saved. They are made again when the module moves to
+    another dtype or device, because bfloat16 is too coarse for an angle of a few thousand.
     """
 
     def __init__(self, head_size: int, max_seq_len: int, base: float = 10000.0) -> None:
@@ -244,19 +238,20 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """Tables of the positions `0 … length - 1` for `apply_rotary`: two float32 `(T, 1, E)`."""
+        """Tables of the positions `0 … length - 1` for `apply_rotary`: two float32 tensors `(T, 1, E)`."""
         return self.cos[:length], self.sin[:length]
 
     def extra_repr(self) -> str:
         return f"{self.head_size}, max_seq_len={self.max_seq_len}, base={self.base}"
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        # float64 does not exist on every device, so the tables always start on the CPU.
+        # Not every device has float64, so the tables are computed on the CPU.
         exponents = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu") / self.head_size
         positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, self.base**-exponents)
         cos, sin = angles.cos(), angles.sin()
-        # The sign of the rotated half lies in the table, which saves a negation at every use.
+        # `apply_rotary` computes x · cos + swap_halves(x) · sin. The minus sign of the first half is in the table: that
+        # saves a negation at every use.
         tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         first, second = (table.unsqueeze(1).to(device, torch.float32) for table in tables)
         return first, second
@@ -270,7 +265,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys `(B, T, H, E)` by `RotaryEmbedding`'s tables, in float32; keeps their dtype."""
+    """Rotate queries or keys `(B, T, H, E)` by the tables of `RotaryEmbedding`, in float32; keeps their dtype."""
     half = x.size(-1) // 2
     return torch.addcmul(x * cos, x.roll(half, -1), sin).to(x.dtype)
 
@@ -278,9 +273,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
     """`torch.cat([projection(x) for projection in projections], -1)`, as one matrix product where that is the same.
 
-    The weights stay parameters of their own, and are laid beside each other at each call: a copy of them is little
-    beside the product. A projection that was replaced, that has hooks, a forward or a kind of weight of its own (such
-    as a quantised one, which may not be laid beside others), is called by itself.
+    The weights stay separate parameters, and each call concatenates them: that copy costs little compared to the
+    product. If any projection is not a plain `nn.Linear`, each is called on its own: one that was replaced, that has
+    hooks, its own forward, or another kind of weight, such as a quantised one.
     """
     if not all(_is_plain(projection) for projection in projections):
         return torch.cat([projection(x) for projection in projections], -1)
@@ -288,6 +283,7 @@ def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
 
 
 def _is_plain(module: nn.Module) -> bool:
+    """Whether calling the module does nothing but `x @ weight.T`."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if type(module) is not nn.Linear or any(hooks) or "forward" in module.__dict__:
         return False
@@ -316,18 +312,21 @@ class CausalSelfAttention(nn.Module):
             x: `(B, T, D)`.
             rotary: cosine and sine tables for T positions, from `RotaryEmbedding`.
             allowed: bool, broadcastable to `(B, H, T, T)`: which key (last) each query may see, causality
-                included. `None` is plain causal attention, on the fast path.
+                included. `None` is plain causal attention, which is faster.
 
         Returns:
             `(B, T, D)`.
         """
         batch, length, width = x.shape
+        # One product for all heads, then (B, T, H + 2 K, E).
         product = fused_product(x, self.q_proj, self.k_proj, self.v_proj)
         heads = product.view(batch, length, self.n_head + 2 * self.n_kv_head, self.head_size)
-        turned, value = torch.split(heads, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
+        # Queries and keys get the same norm and the same rotation, so they stay together until both are done.
+        query_key, value = torch.split(heads, [self.n_head + self.n_kv_head, self.n_kv_head], 2)
         if self.qk_norm:
-            turned = unit_rms(turned)
-        query, key = torch.split(apply_rotary(turned, *rotary), [self.n_head, self.n_kv_head], 2)
+            query_key = unit_rms(query_key)
+        query, key = torch.split(apply_rotary(query_key, *rotary), [self.n_head, self.n_kv_head], 2)
+        # torch wants the heads before the positions: (B, H, T, E).
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -342,10 +341,10 @@ class CausalSelfAttention(nn.Module):
 
 
 class NGramEmbedding(nn.Module):
-    """The sum of an embedding for each run of 2 … n tokens that ends at a position.
+    """For each position, the sum of an embedding for each run of 2 … n tokens that ends there.
 
-    A run is hashed to a row of its length's table. What stands before the first token, padding, and tokens of other
-    documents count as nothing in it.
+    There is one table for each length, and the hash of a run selects its row. Positions before the first token, padding
+    and tokens of other documents enter the hash as 0.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -358,12 +357,14 @@ class NGramEmbedding(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, document_ids: Tensor | None = None
     ) -> Tensor:
         """`(B, T)` to `(B, T, D)`; arguments as in `ReferenceTransformer.forward`."""
+        # 0 stands for "no token here", so token ids start at 1.
         known = input_ids.long() + 1
         if attention_mask is not None:
             known = known * attention_mask.bool()
         run = known
         embedded: list[Tensor] = []
         for distance, table in enumerate(self.tables, 1):
+            # Extend the run at every position by the token `distance` positions before it, and look its hash up.
             earlier = _shifted(known, distance)
             if document_ids is not None:
                 earlier = earlier * (_shifted(document_ids, distance) == document_ids)
@@ -373,7 +374,7 @@ class NGramEmbedding(nn.Module):
 
 
 def _shifted(x: Tensor, distance: int) -> Tensor:
-    """What stands `distance` positions earlier, `(B, T)`; 0 before the first."""
+    """The value `distance` positions earlier, `(B, T)`; 0 before the first position."""
     return F.pad(x, (distance, 0))[:, : x.size(1)]
 
 
@@ -396,8 +397,8 @@ class TransformerBlock(nn.Module):
     """One pre-norm layer: attention, then SwiGLU, each added to the residual stream.
 
     Attributes:
-        gradient_checkpointing: whether training forgets the activations inside the block and computes them
-            again in the backward pass, with the same random numbers (Chen et al. 2016).
+        gradient_checkpointing: whether training drops the activations inside the block and computes them again in the
+            backward pass, with the same random numbers (Chen et al. 2016).
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -425,8 +426,8 @@ class TransformerBlock(nn.Module):
 class ReferenceTransformer(nn.Module):
     """A small Llama-like language model.
 
-    It is built from one `GPTConfig` or from its fields as keyword arguments, where `max_seq_len` may stand
-    for `block_size`. Weights start from normal(0, 0.02), norms from one, drawn from torch's global generator.
+    It takes one `GPTConfig`, or its fields as keyword arguments, with `max_seq_len` as another name for `block_size`.
+    Weights start from normal(0, 0.02), drawn from torch's global generator; norms start from one.
     The embedding is `transformer["wte"]`, the blocks are `transformer["h"]`, the head is `lm_head`.
 
     Raises:
@@ -449,11 +450,13 @@ class ReferenceTransformer(nn.Module):
         if config.ngram_order > 1:
             self.transformer["ngrams"] = NGramEmbedding(config)
         self.rotary = RotaryEmbedding(config.head_size, config.block_size, config.rope_base)
-        # A tied head takes the embedding's weight; one of its own would be filled only to be thrown away.
+        # A tied head takes the embedding's weight. On the meta device, its own weight costs no time and no memory.
         head_device = torch.device("meta") if config.tie_weights else None
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False, device=head_device)
         self._tie()
-        self._initialise()
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, mean=0.0, std=INIT_STD)
 
     def forward(
         self,
@@ -467,11 +470,11 @@ class ReferenceTransformer(nn.Module):
         Args:
             input_ids: integer `(B, T)`, T at most `config.block_size`.
             labels: `(B, T)` or `(B, T - 1)` targets, see `causal_cross_entropy`.
-            attention_mask: `(B, T)`, true where there is a real token. Only left or inner padding needs one:
-                with causal attention no real token sees padding on its right.
-            document_ids: integer `(B, T)`; a position sees only positions with its own id, so that documents which
-                were packed into one sequence are computed as if each stood alone. Rotary positions are relative, and
-                go on counting.
+            attention_mask: `(B, T)`, true where there is a real token. Padding on the right needs no mask: with causal
+                attention, no real token sees it.
+            document_ids: integer `(B, T)`; a position sees only positions with the same id. So several documents in one
+                sequence give the same result as each one alone. Rotary positions are relative, so they need not start
+                over with each document.
 
         Raises:
             ValueError: a shape does not fit, or the sequence is too long.
@@ -479,18 +482,14 @@ class ReferenceTransformer(nn.Module):
         self._check_input(input_ids, attention_mask, document_ids)
         rotary = self.rotary(input_ids.size(1))
         allowed = _allowed(attention_mask, document_ids)
-        x = self.transformer["drop"](self._embed(input_ids, attention_mask, document_ids))
+        x = self.transformer["wte"](input_ids)
+        if self.config.ngram_order > 1:
+            x = x + self.transformer["ngrams"](input_ids, attention_mask, document_ids)
+        x = self.transformer["drop"](x)
         for block in self.blocks:
             x = block(x, rotary, allowed)
         logits: Tensor = self.lm_head(self.transformer["norm"](x))
         return {"logits": logits, "loss": None if labels is None else causal_cross_entropy(logits, labels)}
-
-    def _embed(self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor:
-        x: Tensor = self.transformer["wte"](input_ids)
-        if self.config.ngram_order == 1:
-            return x
-        runs: Tensor = self.transformer["ngrams"](input_ids, attention_mask, document_ids)
-        return x + runs
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -498,31 +497,31 @@ class ReferenceTransformer(nn.Module):
         return cast(nn.ModuleList, self.transformer["h"])
 
     def set_gradient_checkpointing(self, enabled: bool = True) -> None:
-        """Make every block recompute its activations in the backward pass, or stop doing so."""
+        """Let every block recompute its activations in the backward pass, or keep them."""
         for block in self.blocks:
             cast(TransformerBlock, block).gradient_checkpointing = enabled
 
     def num_parameters(self, trainable_only: bool = False) -> int:
-        """Number of weights, tied ones counted once."""
+        """Number of weights; tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trainable_only)
 
     def flops_per_token(self, sequence_length: int) -> int:
-        """Floating-point operations to train on one token: forward and backward, 6·N + 12·L·D·T.
+        """Floating-point operations to train on one token, forward and backward: 6·N + 12·L·D·T.
 
-        N counts the weights of all matrix products (so not the embedding lookup, but the head, tied or not).
-        As in appendix B of the PaLM paper (Chowdhery et al. 2022), attention counts as if it were not causal
-        and recomputation counts nothing.
+        N counts the weights of all matrix products: the head, tied or not, but not the embedding lookup. As in
+        appendix B of the PaLM paper (Chowdhery et al. 2022), attention counts as if it were not causal, and
+        recomputation counts nothing.
         """
         linears = (module for module in self.modules() if isinstance(module, nn.Linear))
         matrix_weights = sum(linear.weight.numel() for linear in linears)
         return 6 * matrix_weights + 12 * self.config.n_layer * self.config.d_model * sequence_length
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `nn.Module.load_state_dict`; a tied model stays tied, and refuses the state of an untied one."""
+        """As `nn.Module.load_state_dict`. A tied model stays tied, and refuses the state of an untied one."""
         head, embedding = (state_dict.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
         if self.config.tie_weights and _differ(head, embedding):
             raise RuntimeError(
-                "lm_head.weight and transformer.wte.weight differ in this state: it is that of a model with "
+                "lm_head.weight and transformer.wte.weight differ in this state: it belongs to a model with "
                 "tie_weights=False and cannot be loaded into one with tie_weights=True"
             )
         result = super().load_state_dict(state_dict, strict, assign)
@@ -530,7 +529,7 @@ class ReferenceTransformer(nn.Module):
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ReferenceTransformer:
-        # Moving off the meta device makes new parameters, one for each name.
+        # A move off the meta device makes new parameters, one for each name, so tie them again.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()
         return self
@@ -538,11 +537,6 @@ class ReferenceTransformer(nn.Module):
     def _tie(self) -> None:
         if self.config.tie_weights:
             self.lm_head.weight = cast(nn.Parameter, self.transformer["wte"].weight)
-
-    def _initialise(self) -> None:
-        matrices = (parameter for parameter in self.parameters() if parameter.ndim == 2)
-        for matrix in matrices:
-            nn.init.normal_(matrix, mean=0.0, std=INIT_STD)
 
     def _check_input(self, input_ids: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None) -> None:
         if input_ids.ndim != 2:
@@ -560,10 +554,10 @@ GPT = ReferenceTransformer
 
 
 def build_reference_transformer(config: ModelConfig) -> ReferenceTransformer:
-    """The reference model that a config's `model` section describes.
+    """Build the reference model from the `model` section of a config.
 
     Raises:
-        ConfigError: a size is out of range, or there are keys in `extra`, none of which this model has.
+        ConfigError: a size is out of range, or there are keys in `extra`, which this model does not take.
     """
     if config.extra:
         given = ", ".join(f"model.extra.{key}" for key in config.extra)
@@ -588,8 +582,7 @@ def build_reference_transformer(config: ModelConfig) -> ReferenceTransformer:
 
 
 def set_gradient_checkpointing(module: ModuleT, enabled: bool = True) -> ModuleT:
-    """Switch activation recomputation on or off through the module's own
-    `set_gradient_checkpointing(enabled)`.
+    """Switch activation recomputation on or off with the module's own `set_gradient_checkpointing(enabled)`.
 
     Returns:
         The module.
@@ -609,13 +602,13 @@ def _resolve_config(config: GPTConfig | None, options: GPTOptions) -> GPTConfig:
         if not isinstance(config, GPTConfig):
             raise TypeError(f"the model takes one GPTConfig or keyword arguments, not a {type(config).__name__}")
         if options:
-            raise TypeError(f"a GPTConfig is complete: give it no further arguments ({', '.join(options)})")
+            raise TypeError(f"a GPTConfig is complete: remove the other arguments ({', '.join(options)})")
         return config
     fields: dict[str, Any] = dict(options)
     if "max_seq_len" in fields:
         length = fields.pop("max_seq_len")
         if fields.setdefault("block_size", length) != length:
-            raise ConfigError(f"block_size {fields['block_size']} and max_seq_len {length} are one thing: give one")
+            raise ConfigError(f"block_size {fields['block_size']} and max_seq_len {length} mean the same: give one")
     known = [field.name for field in dataclasses.fields(GPTConfig)]
     unknown = [name for name in fields if name not in known]
     if unknown:
@@ -626,8 +619,8 @@ def _resolve_config(config: GPTConfig | None, options: GPTOptions) -> GPTConfig:
 def _allowed(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
     """Which key each query may see, bool `(B, 1, T, T)`; None for all of the past.
 
-    That is the past, as far as it is real and of the query's own document, and always itself: a padding position would
-    otherwise see nothing at all, and a softmax over nothing is NaN.
+    A query sees the past keys that are real tokens of its own document, and always its own key. Without its own key, a
+    padding position would see nothing, and a softmax over nothing is NaN.
     """
     limits = []
     if attention_mask is not None:
@@ -643,6 +636,7 @@ def _allowed(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tens
 
 
 def _differ(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether both are there and differ. Tied tensors of one storage are not compared."""
     if first is None or second is None or first is second:
         return False
     return first.data_ptr() != second.data_ptr() and not torch.equal(first, second)

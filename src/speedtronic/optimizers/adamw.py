@@ -6,9 +6,9 @@ With weight W, gradient G, moments m and v, and the counted step t:
     D = (m / (1 - β₁ᵗ)) / (sqrt(v / (1 - β₂ᵗ)) + ε)
     W ← (1 - lr · decay) W - lr · D             cautious: only the entries of D with D · G > 0
 
-The cautious step goes through the weights in pieces of bounded size, which on a CPU stay in its cache. For each,
-torch's own kernel computes -lr · D into a buffer of that size, so a step needs no second copy of the weights. Compiled,
-a step takes one large weight after another in a single loop instead, and needs no buffer.
+The cautious step goes through the weights in pieces of bounded size, which stay in the cache of a CPU. For each piece,
+torch's own kernel computes -lr · D into a buffer of that size, so a step needs no second copy of the weights. The
+compiled step takes each large weight in one loop instead, and needs no buffer.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from speedtronic.optimizers.cautious import refuse_complex, refuse_sparse, rescaling, where_positive
+from speedtronic.optimizers.cautious import refuse_complex, refuse_sparse, rescale_factor, where_positive
+from speedtronic.optimizers.without_dynamo import WithoutDynamo
 
-# Elements of one piece, which bound the memory of a cautious step: two buffers of this size, a third where small
-# weights share a piece, and with `rescale` four more for a while. On a CPU they stay in the cache; on a GPU a larger
-# piece makes its launches few.
+# Elements of one piece, which bound the memory of a cautious step: two buffers of this size, a third if small weights
+# share a piece, and with `rescale` four more for a short time. On a CPU the buffers stay in the cache. On a GPU, larger
+# pieces mean fewer kernel launches.
 CPU_PIECE = 2**18
 ACCELERATOR_PIECE = 2**24
 
-# Below this many elements, calling compiled code costs more than what it saves.
+# Below this many elements, calling compiled code costs more than it saves.
 COMPILED_FROM = 2**17
 
 _Kernel = Callable[..., None]
 
 
-class CautiousAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` that leaves out the entries of its update which go up the gradient (arXiv 2411.16085).
+class CautiousAdamW(WithoutDynamo, torch.optim.AdamW):
+    """`torch.optim.AdamW` that leaves out the entries of its update that go up the gradient (arXiv 2411.16085).
 
-    Weight decay stays outside the mask. Arguments and state dict are those of `torch.optim.AdamW`, and either loads
-    what the other saved. It needs no copy of the parameters. With `fused` it obeys a gradient scaler's `grad_scale` and
-    `found_inf` on the device: where `found_inf` is 1, no bit of a parameter or its state changes.
+    Weight decay is not masked. Arguments and state dict are those of `torch.optim.AdamW`, and each class loads what the
+    other saved. It needs no copy of the parameters. With `fused` it obeys a gradient scaler's `grad_scale` and
+    `found_inf` on the device: if `found_inf` is 1, no bit of a parameter or its state changes.
 
     Args:
         params, lr, betas, eps, weight_decay, maximize, foreach, fused: as in `torch.optim.AdamW`.
-        amsgrad, capturable, differentiable: accepted as False alone.
-        rescale: scale what is kept of each parameter by entries / (kept + 1), the paper's alpha. That takes one more
-            pass over gradients and first moments.
-        compiled: compile the step of large parameters, which on a CPU halves its time. The first step then takes some
-            seconds and needs a compiler, without which it fails. The last digits may differ from those without.
+        amsgrad, capturable, differentiable: must be False.
+        rescale: scale the kept entries of each parameter's update by entries / (kept + 1), the paper's alpha. That
+            takes one more pass over gradients and first moments.
+        compiled: compile the step of large parameters, which halves its time on a CPU. The first step then takes some
+            seconds, and fails if there is no compiler. The last digits may differ from those of the ordinary step.
 
     Raises:
         ValueError: an argument, or an option of a group, is out of range or not supported.
@@ -79,11 +80,11 @@ class CautiousAdamW(torch.optim.AdamW):
         self.compiled = compiled
         super().__init__(
             params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
             maximize=maximize,
             foreach=foreach,
             capturable=capturable,
@@ -93,10 +94,10 @@ class CautiousAdamW(torch.optim.AdamW):
         self._support_scaling()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; what it leaves out comes from the constructor.
+        """Add a group of parameters; options that it leaves out come from the constructor.
 
         Raises:
-            ValueError: it has an option that is not supported.
+            ValueError: an option of the group is not supported.
         """
         _check_options({**self.defaults, **param_group}, cautious=True)
         super().add_param_group(param_group)
@@ -106,23 +107,24 @@ class CautiousAdamW(torch.optim.AdamW):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: evaluates the model anew; called once, before the update.
+            closure: evaluates the model again; called once, before the update.
 
         Returns:
-            What `closure` returns; None without it.
+            The result of `closure`; None without one.
 
         Raises:
             TypeError: a parameter is complex.
-            RuntimeError: a gradient is sparse. Nothing has changed then, as after the other.
+            RuntimeError: a gradient is sparse. After any of these errors, nothing has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Check all groups before any of them changes.
         for group in self.param_groups:
             check_group(group, cautious=True)
-        # A gradient scaler, or the trainer's guard, hands its verdict over as attributes for the time of the step.
-        verdict = {name: vars(self).get(name) for name in ("grad_scale", "found_inf")}
+        # A gradient scaler, or the trainer's guard, sets these attributes for the time of the step.
+        grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
         for group in self.param_groups:
             adamw_step(
                 [group],
@@ -131,7 +133,8 @@ class CautiousAdamW(torch.optim.AdamW):
                 cautious=True,
                 rescale=self.rescale,
                 compiled=self.compiled,
-                **verdict,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
             )
         return loss
 
@@ -143,7 +146,7 @@ class CautiousAdamW(torch.optim.AdamW):
         self._support_scaling()
 
     def _support_scaling(self) -> None:
-        """Tell gradient scalers whether `step` obeys `found_inf` by itself, which the fused kernel does."""
+        """Tell gradient scalers whether `step` obeys `found_inf` itself, as the fused kernel does."""
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
 
 
@@ -159,22 +162,22 @@ def adamw_step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Do one step of AdamW on the parameters of `groups` that have a gradient. Nothing is read back to the host.
+    """Do one step of AdamW on the parameters of `groups` that have a gradient. It reads nothing back to the host.
 
     Args:
         groups: param groups with the options of `torch.optim.AdamW`.
-        state: of each parameter, {"step", "exp_avg", "exp_avg_sq"} as in `torch.optim.AdamW`; made where it is missing.
+        state: for each parameter, {"step", "exp_avg", "exp_avg_sq"} as in `torch.optim.AdamW`; a missing one is made.
         fused: use torch's fused kernel.
         cautious: leave out the entries of the update that go up the gradient. Otherwise the step is exactly torch's.
-        rescale: scale what a cautious step keeps of each parameter by entries / (kept + 1).
+        rescale: scale the kept entries of each parameter's cautious update by entries / (kept + 1).
         compiled: compile the cautious step of large parameters.
-        grad_scale: one element; what the gradients were multiplied by. Only with `fused`.
-        found_inf: one element; where it is 1, no bit of a parameter or its state changes. Only with `fused`.
+        grad_scale: one element; the factor that the gradients were multiplied by. Only with `fused`.
+        found_inf: one element; if it is 1, no bit of a parameter or its state changes. Only with `fused`.
 
     Raises:
         ValueError: `grad_scale` or `found_inf` without `fused`; an option that is not supported.
         TypeError: a parameter of a cautious step is complex.
-        RuntimeError: a gradient is sparse. Nothing has changed then, as after the others.
+        RuntimeError: a gradient is sparse. After any of these errors, nothing has changed.
     """
     if not fused and (grad_scale is not None or found_inf is not None):
         raise ValueError("only the fused kernel takes grad_scale and found_inf: build the optimizer with fused=True")
@@ -184,19 +187,39 @@ def adamw_step(
         found_inf = found_inf.reshape(())
     for group in groups:
         weights = [_weight(parameter, state, group, fused) for parameter in _with_gradient(group)]
-        kernel = _kernel(group, fused, grad_scale, found_inf)
+        kernel = partial(
+            adamw,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            lr=group["lr"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            foreach=group["foreach"],
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            # None lets torch choose between its two ordinary implementations.
+            fused=fused or None,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
         if cautious:
             _cautious_update(weights, group, kernel, _Caution(rescale, compiled, grad_scale, found_inf))
         else:
-            _plain_update(weights, group, kernel)
-
-
-def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
-    return [parameter for parameter in group["params"] if parameter.grad is not None]
+            kernel(
+                [weight.parameter for weight in weights],
+                [weight.gradient for weight in weights],
+                [weight.state["exp_avg"] for weight in weights],
+                [weight.state["exp_avg_sq"] for weight in weights],
+                [weight.state["max_exp_avg_sq"] for weight in weights] if group["amsgrad"] else [],
+                [weight.state["step"] for weight in weights],
+                weight_decay=group["weight_decay"],
+                has_complex=any(weight.parameter.is_complex() for weight in weights),
+            )
 
 
 def check_group(group: dict[str, Any], *, cautious: bool) -> None:
-    """Raise what `adamw_step` raises for the options and gradients of a param group."""
+    """Raise the errors of `adamw_step` for the options and gradients of a param group."""
     _check_options(group, cautious=cautious)
     for parameter in _with_gradient(group):
         refuse_sparse(parameter)
@@ -211,6 +234,10 @@ def _check_options(group: dict[str, Any], *, cautious: bool) -> None:
             raise ValueError(f"{kind} does not support {option} here: leave it False, or use torch.optim.AdamW")
 
 
+def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
+    return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
 class _Weight(NamedTuple):
     parameter: Tensor
     gradient: Tensor
@@ -220,55 +247,24 @@ class _Weight(NamedTuple):
 def _weight(
     parameter: Tensor, state: MutableMapping[Tensor, dict[str, Any]], group: dict[str, Any], fused: bool
 ) -> _Weight:
+    """A parameter with its gradient and its state, which is made if it is missing."""
     gradient = parameter.grad
     assert gradient is not None
     own = state.setdefault(parameter, {})
     if not own:
-        step_device = parameter.device if fused or group["capturable"] else "cpu"
-        own["step"] = torch.zeros((), dtype=_step_dtype(fused), device=step_device)
+        # The step counter has the device and the dtype that `torch.optim.AdamW` gives it.
+        double = torch.get_default_dtype() is torch.float64 and not fused
+        own["step"] = torch.zeros(
+            (),
+            dtype=torch.float64 if double else torch.float32,
+            device=parameter.device if fused or group["capturable"] else "cpu",
+        )
         moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
         own.update({moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in moments})
     elif fused:
-        # The state of an optimizer that was not fused keeps its step on the CPU, in the default dtype.
+        # An optimizer that was not fused kept its step counter on the CPU, in the default dtype.
         own["step"] = own["step"].to(parameter.device, torch.float32)
     return _Weight(parameter.detach(), gradient, own)
-
-
-def _step_dtype(fused: bool) -> torch.dtype:
-    return torch.float64 if torch.get_default_dtype() is torch.float64 and not fused else torch.float32
-
-
-def _kernel(group: dict[str, Any], fused: bool, grad_scale: Tensor | None, found_inf: Tensor | None) -> _Kernel:
-    beta1, beta2 = group["betas"]
-    return partial(
-        adamw,
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        lr=group["lr"],
-        amsgrad=group["amsgrad"],
-        maximize=group["maximize"],
-        foreach=group["foreach"],
-        capturable=group["capturable"],
-        differentiable=group["differentiable"],
-        # None lets torch choose between its two ordinary implementations.
-        fused=fused or None,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
-
-
-def _plain_update(weights: list[_Weight], group: dict[str, Any], kernel: _Kernel) -> None:
-    kernel(
-        [weight.parameter for weight in weights],
-        [weight.gradient for weight in weights],
-        [weight.state["exp_avg"] for weight in weights],
-        [weight.state["exp_avg_sq"] for weight in weights],
-        [weight.state["max_exp_avg_sq"] for weight in weights] if group["amsgrad"] else [],
-        [weight.state["step"] for weight in weights],
-        weight_decay=group["weight_decay"],
-        has_complex=any(weight.parameter.is_complex() for weight in weights),
-    )
 
 
 # ---------------------------------------------------------------------- cautious
@@ -276,6 +272,8 @@ def _plain_update(weights: list[_Weight], group: dict[str, Any], kernel: _Kernel
 
 @dataclass(frozen=True)
 class _Caution:
+    """The options of a cautious step that are not in a param group."""
+
     rescale: bool
     compiled: bool
     grad_scale: Tensor | None
@@ -283,7 +281,10 @@ class _Caution:
 
 
 class _Piece(NamedTuple):
-    """Part of one weight, of its gradient and its moments, each 1-D; the step that the kernel may advance for it."""
+    """A weight, or a part of one, with its gradient and its moments, each 1-D.
+
+    The kernel advances `step`. `scale` is the factor of the update with `rescale`.
+    """
 
     weight: Tensor
     gradient: Tensor
@@ -301,17 +302,27 @@ def _cautious_update(weights: list[_Weight], group: dict[str, Any], kernel: _Ker
         size = CPU_PIECE if device.type == "cpu" else ACCELERATOR_PIECE
         workspace = _Workspace(members, size, group, caution.found_inf)
         flattened = [_flattened(weight) for weight in members]
+        # Large weights: one call of compiled code each.
         compiled_from = COMPILED_FROM if caution.compiled else math.inf
         large = [flat for flat in flattened if flat.weight.numel() >= compiled_from]
         if large:
             _update_compiled(large, size, workspace, group, caution)
+        # All others: cut into pieces, and small pieces put together, for torch's kernel.
         small = [flat for flat in flattened if flat.weight.numel() < compiled_from]
         pieces = (piece for flat in small for piece in _pieces(flat, size, group, caution))
         for batch in _batches(pieces, size):
             _update_batch(batch, workspace, kernel, ascend=group["maximize"])
+        # The flat tensors of a weight whose memory has gaps are copies: write them back.
         for weight, flat in zip(members, flattened, strict=True):
             if not _is_flat(weight):
-                _write_back(weight, flat)
+                parameter, _, exp_avg, exp_avg_sq = _in_memory_order(weight)
+                for target, source in (
+                    (parameter, flat.weight),
+                    (exp_avg, flat.exp_avg),
+                    (exp_avg_sq, flat.exp_avg_sq),
+                ):
+                    if not target.is_contiguous():
+                        target.copy_(source.view(target.shape))
 
 
 class _Workspace:
@@ -319,31 +330,28 @@ class _Workspace:
 
     Attributes:
         update, condition: (elements,) buffers.
-        shrink: (1,), what a weight is multiplied by: 1 - lr · decay, and 1 where the step must not be applied.
-        gate: 0-dim, 0, and not a number where the step must not be applied.
-        bad: 0-dim bool, whether the step must not be applied; None where it must.
+        shrink: (1,), the factor of a weight's decay: 1 - lr · decay, or 1 if the step must be skipped.
+        gate: 0-dim, 0, or NaN if the step must be skipped.
+        skip: 0-dim bool, whether the step must be skipped; None if it never must.
     """
 
     def __init__(self, weights: list[_Weight], size: int, group: dict[str, Any], found_inf: Tensor | None) -> None:
         like = weights[0].parameter
         elements = min(size, sum(weight.parameter.numel() for weight in weights))
         self.update, self.condition = (like.new_empty(elements) for _ in range(2))
-        self.shrink = _shrink(group, like)
+        # One dimension, not zero: torch then decays a 16-bit weight in fp32, and rounds it once.
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        shrink = 1 - group["lr"] * group["weight_decay"]
+        if isinstance(shrink, Tensor):
+            self.shrink = shrink.to(like.device, dtype, non_blocking=True).reshape(1)
+        else:
+            self.shrink = torch.full((1,), shrink, dtype=dtype, device=like.device)
         self.gate = like.new_zeros(())
-        self.bad: Tensor | None = None
+        self.skip: Tensor | None = None
         if found_inf is not None:
-            self.bad = found_inf.to(like.device, non_blocking=True) > 0
-            self.shrink.masked_fill_(self.bad, 1.0)
-            self.gate.masked_fill_(self.bad, float("nan"))
-
-
-def _shrink(group: dict[str, Any], like: Tensor) -> Tensor:
-    # One dimension, not none: then a 16-bit weight is decayed in fp32, and rounded once.
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    shrink = 1 - group["lr"] * group["weight_decay"]
-    if isinstance(shrink, Tensor):
-        return shrink.to(like.device, dtype, non_blocking=True).reshape(1)
-    return torch.full((1,), shrink, dtype=dtype, device=like.device)
+            self.skip = found_inf.to(like.device, non_blocking=True) > 0
+            self.shrink.masked_fill_(self.skip, 1.0)
+            self.gate.masked_fill_(self.skip, float("nan"))
 
 
 def _is_flat(weight: _Weight) -> bool:
@@ -354,49 +362,42 @@ def _tensors(weight: _Weight) -> tuple[Tensor, ...]:
     return weight.parameter, weight.gradient, weight.state["exp_avg"], weight.state["exp_avg_sq"]
 
 
-def _ordered(weight: _Weight) -> tuple[Tensor, ...]:
-    """Return parameter, gradient and moments with their dimensions in the order of the parameter's memory.
+def _in_memory_order(weight: _Weight) -> tuple[Tensor, ...]:
+    """Parameter, gradient and moments with their dimensions in the order of the parameter's memory.
 
-    An elementwise step may take the elements in any order. This one makes one run of memory of a transposed weight too,
-    or of one whose channels come last.
+    An elementwise step may take the elements in any order. In this order a transposed weight, or a weight in
+    channels-last format, is one run of memory too.
     """
     order = sorted(range(weight.parameter.ndim), key=weight.parameter.stride, reverse=True)
     return tuple(tensor.permute(order) for tensor in _tensors(weight))
 
 
 def _flattened(weight: _Weight) -> _Piece:
-    """Return a weight as one piece: views where its memory has no gaps, and copies where it has."""
-    tensors = _tensors(weight) if _is_flat(weight) else _ordered(weight)
+    """A weight as one piece: views if its memory has no gaps, and copies if it has."""
+    tensors = _tensors(weight) if _is_flat(weight) else _in_memory_order(weight)
     parameter, gradient, exp_avg, exp_avg_sq = (tensor.contiguous().view(-1) for tensor in tensors)
-    return _Piece(parameter, gradient, exp_avg, exp_avg_sq, weight.state["step"], None)
-
-
-def _write_back(weight: _Weight, flat: _Piece) -> None:
-    parameter, _, exp_avg, exp_avg_sq = _ordered(weight)
-    for target, source in ((parameter, flat.weight), (exp_avg, flat.exp_avg), (exp_avg_sq, flat.exp_avg_sq)):
-        if not target.is_contiguous():
-            target.copy_(source.view(target.shape))
+    return _Piece(parameter, gradient, exp_avg, exp_avg_sq, step=weight.state["step"], scale=None)
 
 
 def _pieces(whole: _Piece, size: int, group: dict[str, Any], caution: _Caution) -> Iterator[_Piece]:
     """Cut a weight into pieces of at most `size` elements."""
-    scale = _rescaling(whole, size, group, caution) if caution.rescale else None
+    scale = _scale_of_whole(whole, size, group, caution) if caution.rescale else None
     if whole.weight.numel() <= size:
         yield whole._replace(scale=scale)
         return
     cuts = [torch.split(tensor, size) for tensor in whole[:4]]
     last = len(cuts[0]) - 1
     for number, (weight, gradient, exp_avg, exp_avg_sq) in enumerate(zip(*cuts, strict=True)):
-        # The kernel advances the step that it is given, and the weight's must advance once.
+        # The kernel advances the step of each piece, but the weight's own step must advance only once.
         step = whole.step if number == last else whole.step.clone()
         yield _Piece(weight, gradient, exp_avg, exp_avg_sq, step, scale)
 
 
-def _rescaling(whole: _Piece, size: int, group: dict[str, Any], caution: _Caution) -> Tensor:
-    """Return entries / (kept + 1) of a whole weight, which must be known before its first piece is applied.
+def _scale_of_whole(whole: _Piece, size: int, group: dict[str, Any], caution: _Caution) -> Tensor:
+    """Return entries / (kept + 1) of a whole weight, before its first piece is updated.
 
-    The direction has the sign of the new first moment. That is computed here once more and counted: one more pass over
-    gradient and first moment, and a few in the cache.
+    D has the sign of the new first moment. So this computes the new first moment, in pieces, and counts: one
+    more pass over gradient and first moment, and a few in the cache.
     """
     beta1 = group["betas"][0]
     kept = torch.zeros((), dtype=torch.int64, device=whole.weight.device)
@@ -406,11 +407,11 @@ def _rescaling(whole: _Piece, size: int, group: dict[str, Any], caution: _Cautio
             slope = slope.neg()
         direction = moment * beta1 + slope * (1 - beta1)
         kept += torch.count_nonzero(where_positive(direction, slope / direction))
-    return rescaling(kept, whole.weight)
+    return rescale_factor(kept, whole.weight)
 
 
 def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
-    """Put consecutive pieces together, up to `size` elements: small weights share a call of the kernel."""
+    """Put consecutive pieces together, up to `size` elements, so that small weights share a call of the kernel."""
     batch: list[_Piece] = []
     room = size
     for piece in pieces:
@@ -427,7 +428,9 @@ def _update_batch(batch: list[_Piece], workspace: _Workspace, kernel: _Kernel, *
     sizes = [piece.weight.numel() for piece in batch]
     update, condition = (buffer[: sum(sizes)] for buffer in (workspace.update, workspace.condition))
     updates = torch.split(update, sizes)
-    # Minus zero: where the kernel must not step, this is what is added to a weight, and it alone changes no bit of one.
+
+    # The kernel adds -lr · D to `update`. If the step must be skipped, it adds nothing, and the -0.0 stays. Adding -0.0
+    # to a weight changes no bit of it; adding 0.0 could.
     update.fill_(-0.0)
     kernel(
         list(updates),
@@ -438,11 +441,14 @@ def _update_batch(batch: list[_Piece], workspace: _Workspace, kernel: _Kernel, *
         [piece.step for piece in batch],
         weight_decay=0.0,
     )
+
+    # The mask. The sign of gradient / update says whether the update goes down the gradient. A product would have the
+    # same sign, but for small numbers it can become zero. A gate of NaN keeps every entry, and so the -0.0.
     gradient = batch[0].gradient if len(batch) == 1 else torch.cat([piece.gradient for piece in batch])
-    # Its sign says whether the update goes down the gradient: a quotient, since a product of small numbers can vanish.
-    # A gate that is not a number keeps the minus zeros.
     torch.addcdiv(workspace.gate, gradient, update, value=1 if ascend else -1, out=condition)
     where_positive(update, condition, out=update)
+
+    # W ← (1 - lr · decay) W + update
     for piece, kept in zip(batch, updates, strict=True):
         if piece.scale is not None:
             kept.mul_(piece.scale)
@@ -458,28 +464,30 @@ def _update_compiled(
     like = workspace.shrink
     formula = _compiled_formula()
     beta1, beta2 = group["betas"]
+    # What depends on the step t = step + 1 of each weight: lr / (1 - β₁ᵗ) and 1 / sqrt(1 - β₂ᵗ).
     steps = torch.stack([flat.step for flat in weights]).to(like.device, like.dtype, non_blocking=True) + 1
     rates = (group["lr"] / _bias_correction(beta1, steps)).unbind()
     corrections = _bias_correction(beta2, steps).rsqrt().unbind()
     grad_scale = None if caution.grad_scale is None else caution.grad_scale.to(like.device).reshape(())
-    # Compiled code would make a tensor of each number at each call.
+    # As one tensor: compiled code would make a tensor of each number at each call.
     factors = like.new_tensor([1 - beta1, beta2, 1 - beta2, group["eps"]])
     for flat, rate, correction in zip(weights, rates, corrections, strict=True):
         if caution.rescale:
-            rate = rate * _rescaling(flat, size, group, caution)
+            rate = rate * _scale_of_whole(flat, size, group, caution)
         formula(
-            # Not as views: the compiler would make code of its own for every shape of what they are views of.
+            # `.data` is not a view: for views, the compiler would compile again for every shape of their base.
             *(tensor.data for tensor in (*flat[:4], rate, correction, like, factors)),
-            workspace.bad,
-            grad_scale,
+            skip=workspace.skip,
+            grad_scale=grad_scale,
             maximize=group["maximize"],
         )
-    counted = 1 if workspace.bad is None else workspace.bad.logical_not().to(torch.float32)
+    # Count the step, unless it was skipped.
+    counted = 1 if workspace.skip is None else workspace.skip.logical_not().to(torch.float32)
     torch._foreach_add_([flat.step for flat in weights], counted)
 
 
 def _bias_correction(beta: float | Tensor, step: Tensor) -> Tensor:
-    """Return 1 - beta^step, without the digits that this difference loses in fp32 where beta is near 1."""
+    """Return 1 - beta^step. Near beta = 1, this form keeps the digits that the plain difference loses in fp32."""
     return -torch.expm1(step * (math.log(beta) if beta > 0 else -math.inf))
 
 
@@ -497,12 +505,12 @@ def _formula(
     correction: Tensor,
     shrink: Tensor,
     factors: Tensor,
-    bad: Tensor | None,
-    grad_scale: Tensor | None,
     *,
+    skip: Tensor | None,
+    grad_scale: Tensor | None,
     maximize: bool,
 ) -> None:
-    """Step one weight of shape (elements,) by the formula of this module, written for a compiler to make one loop of.
+    """Step one weight of shape (elements,) by the formula of this module, in a form that a compiler makes one loop of.
 
     Args:
         weight, gradient, exp_avg, exp_avg_sq: (elements,); all but the gradient are changed.
@@ -510,19 +518,20 @@ def _formula(
         correction: 0-dim, 1 / sqrt(1 - beta2^t).
         shrink: (1,), 1 - lr · decay.
         factors: (4,), 1 - beta1, beta2, 1 - beta2, eps.
-        bad: 0-dim bool, whether nothing must change.
-        grad_scale: 0-dim, what the gradient was multiplied by.
+        skip: 0-dim bool; if it is true, nothing changes.
+        grad_scale: 0-dim, the factor that the gradient was multiplied by.
         maximize: climb the gradient.
     """
     first_gain, second_kept, second_gain, eps = factors.unbind()
     slope = -gradient if maximize else gradient
     if grad_scale is not None:
         slope = slope / grad_scale
+    # The moments m and v, and the direction D.
     first = exp_avg + first_gain * (slope - exp_avg)
     second = exp_avg_sq * second_kept + slope * slope * second_gain
     direction = first / (second.sqrt() * correction + eps)
-    # What opposes, not what agrees: so what is not a number shows in the weight.
+    # The mask finds what to drop, not what to keep. So a NaN is kept, and shows in the weight.
     opposed = ((first <= 0) & (slope >= 0)) | ((first >= 0) & (slope <= 0))
     moved = weight * shrink - rate * torch.where(opposed, 0.0, direction)
     for held, new in ((weight, moved), (exp_avg, first), (exp_avg_sq, second)):
-        held.copy_(new if bad is None else torch.where(bad, held, new))
+        held.copy_(new if skip is None else torch.where(skip, held, new))

@@ -1,4 +1,4 @@
-"""Cautious optimizers (Liang et al., arXiv 2411.16085): entries of an update that go up the gradient are left out."""
+"""Cautious optimizers (Liang et al., arXiv 2411.16085): they leave out the entries of an update that go uphill."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ def agreeing(update: Tensor, gradient: Tensor, *, rescale: bool = False) -> Tens
     """Keep the entries of one weight's update that go down its gradient (arXiv 2411.16085, algorithm 1).
 
     Args:
-        update: what would be added to the weight, of any shape. It is not changed.
+        update: the change of the weight, of any shape. It is not changed.
         gradient: of the same shape.
-        rescale: multiply what is kept by entries / (kept + 1), the paper's alpha, so that the step does not shrink.
+        rescale: multiply the kept entries by entries / (kept + 1), the paper's alpha, so that the step does not shrink.
 
     Returns:
-        Shape and dtype of `update`; 0 where update · gradient >= 0, so where either is 0. An entry of the update that
-        is not a number stays so.
+        A tensor of the shape and dtype of `update`. It is 0 where update · gradient >= 0, and so where either is 0. A
+        NaN in `update` stays NaN.
     """
-    # The sign alone: the product of two small numbers can vanish, that of a sign and a number cannot.
+    # Take the sign first: the product of two small numbers can become zero, that of a sign and a number cannot.
     downhill = torch.sign(gradient).neg_() * update
     kept = where_positive(update, downhill).to(update.dtype)
-    return kept * rescaling(torch.count_nonzero(kept), kept) if rescale else kept
+    return kept * rescale_factor(torch.count_nonzero(kept), kept) if rescale else kept
 
 
 def where_positive(values: Tensor, condition: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return `values` where `condition` is positive or not a number, and 0 elsewhere.
+    """Return `values` where `condition` is positive or NaN, and 0 elsewhere.
 
-    The derivative of a threshold is just that, in one vectorised pass on every device. A comparison and a fill go
-    through a mask of bools, which takes a CPU eight times as long.
+    The derivative of a threshold does exactly this, in one vectorised pass on every device. A comparison and a fill
+    would need a mask of bools, which takes a CPU eight times as long.
     """
     derivative = torch.ops.aten.threshold_backward
     if out is None:
@@ -40,36 +40,37 @@ def where_positive(values: Tensor, condition: Tensor, *, out: Tensor | None = No
     return cast(Tensor, derivative.grad_input(values, condition, 0.0, grad_input=out))
 
 
-def rescaling(kept: Tensor, weight: Tensor) -> Tensor:
-    """Return entries / (kept + 1) for a weight of which `kept` entries move: 0-dim, fp32 or, for fp64 weights, fp64."""
+def rescale_factor(kept: Tensor, weight: Tensor) -> Tensor:
+    """Return entries / (kept + 1) for a weight with `kept` moving entries: 0-dim, fp32, or fp64 for fp64 weights."""
     return weight.numel() / (kept + 1).to(torch.promote_types(weight.dtype, torch.float32))
 
 
 class CautiousOptimizer(torch.optim.Optimizer):
-    """Make any optimizer cautious: after its step, keep the entries of the change whose sign opposes the gradient's.
+    """Make any optimizer cautious: after its step, keep only the entries of the change that go down the gradient.
 
-    With a base that maximises, those whose sign is the gradient's. The gradient is that at the start of the step.
+    If the base maximises, keep those that go up. The gradient is the one from the start of the step.
 
-    It costs a copy of every parameter that has a gradient, held during the step, one of the gradients too if the step
-    has a closure, and some passes over all of them.
-    `CautiousAdamW`, and `cautious` of `Muon` and `HybridOptimizer`, do the same without the copy.
+    During the step this holds a copy of every parameter that has a gradient, and of the gradients too if the step has a
+    closure; it also takes some passes over all of them. `CautiousAdamW`, and the option `cautious` of `Muon` and
+    `HybridOptimizer`, need no copy.
 
-    Decoupled weight decay is applied outside the mask: the base steps with its `weight_decay` at 0, and the weight is
-    multiplied by 1 - lr · decay here. So it is for Speedtronic's optimizers and for torch's AdamW and Muon, and, with
-    `decoupled_weight_decay`, NAdam and RAdam. Any other base's change is masked as a whole. Where decay is part of
-    the direction, as in SGD, that is right; a decoupled decay that the base's groups do not tell of is masked too.
+    Decoupled weight decay is not masked: the base steps with its `weight_decay` at 0, and this class multiplies the
+    weight by 1 - lr · decay. This holds for Speedtronic's optimizers, for torch's AdamW and Muon, and for NAdam and
+    RAdam with `decoupled_weight_decay`. For any other base, the mask covers the whole change. That is right if decay is
+    part of the direction, as in SGD. If a base has a decoupled decay that its groups do not declare, the mask covers
+    that decay too.
 
     `param_groups`, `state` and `defaults` are the base's own objects, and `state_dict` is the base's. The base's hooks
-    run too. To leave out a step whose gradients overflowed, gradient scalers and the trainer read one number back from
-    the device for each step, whatever the base can do by itself.
+    run too. To skip a step whose gradients overflowed, gradient scalers and the trainer read one number back from the
+    device for each step, even if the base could do without.
 
     Args:
-        base: makes the step. It must not step by itself any more.
-        rescale: scale what is kept of each parameter by entries / (kept + 1).
+        base: makes the step. Do not step it yourself any more.
+        rescale: scale the kept entries of each parameter's change by entries / (kept + 1).
     """
 
     def __init__(self, base: torch.optim.Optimizer, *, rescale: bool = False) -> None:
-        # Optimizer.__init__ would make groups and a state of its own. What it does for a copy makes only the hooks.
+        # `Optimizer.__init__` would make its own groups and state. `__setstate__`, meant for copies, makes hooks only.
         super().__setstate__({"base": base, "rescale": rescale})
 
     base: torch.optim.Optimizer
@@ -92,17 +93,17 @@ class CautiousOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let the base step, and take back what went up the gradient.
+        """Let the base step, and take back the entries that went up the gradient.
 
         Args:
-            closure: evaluates the model anew. The base calls it as often as it does by itself: once, except for LBFGS.
+            closure: evaluates the model again. It is called as often as the base calls it: once, except for LBFGS.
 
         Returns:
-            What the base's `step` returns.
+            The result of the base's `step`.
 
         Raises:
             TypeError: a parameter is complex.
-            RuntimeError: a gradient is sparse. Nothing has changed then, as after the other.
+            RuntimeError: a gradient is sparse. After any of these errors, nothing has changed.
         """
         if closure is not None:
             closure = _evaluated(closure)
@@ -111,19 +112,20 @@ class CautiousOptimizer(torch.optim.Optimizer):
             refuse_complex(parameter)
             refuse_sparse(parameter)
         before = [parameter.clone() for parameter, _ in moving]
-        # A base that calls the closure again leaves the gradients of where it came to.
+        # A base that calls the closure again overwrites the gradients, so keep those of the start.
         slopes = [parameter.grad if closure is None else parameter.grad.clone() for parameter, _ in moving]
-        with self._undecayed():
+        with self._without_decoupled_decay():
             loss = self.base.step() if closure is None else self.base.step(closure)
         for (parameter, group), old, slope in zip(moving, before, slopes, strict=True):
             change = parameter - old
             kept = agreeing(change, -slope if group.get("maximize") else slope, rescale=self.rescale)
-            parameter.copy_(old.mul_(1 - _decoupled_decay(group)).add_(kept))
+            decay = group["lr"] * group["weight_decay"] if _is_decoupled(group) else 0.0
+            parameter.copy_(old.mul_(1 - decay).add_(kept))
         return loss
 
     @contextmanager
-    def _undecayed(self) -> Iterator[None]:
-        """Keep the base from decaying weights in the groups where decay is decoupled."""
+    def _without_decoupled_decay(self) -> Iterator[None]:
+        """Keep the base from decaying weights in the groups with decoupled decay."""
         groups = [group for group in self.param_groups if _is_decoupled(group)]
         decays = [group["weight_decay"] for group in groups]
         for group in groups:
@@ -143,23 +145,25 @@ class CautiousOptimizer(torch.optim.Optimizer):
         self.base.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base's state, which the base by itself can load too: the keys `state` and `param_groups`."""
+        """Return the base's state, with the keys `state` and `param_groups`. The base can load it too."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict = self.base.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
-            state_dict = _replaced(state_dict, after(self, state_dict))
+            replaced = after(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, here or of the base.
+        """Load a result of `state_dict`, of this optimizer or of the base.
 
         Raises:
-            ValueError: it does not fit the base.
+            ValueError: the state does not fit the base.
         """
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = _replaced(state_dict, before(self, state_dict))
+            replaced = before(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         self.base.load_state_dict(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -172,7 +176,7 @@ def refuse_complex(parameter: Tensor) -> None:
     """Raise TypeError, naming the shape, if a parameter is complex."""
     if parameter.is_complex():
         raise TypeError(
-            f"a parameter of shape {tuple(parameter.shape)} is complex, and a cautious update goes by the sign of real "
+            f"a parameter of shape {tuple(parameter.shape)} is complex, and a cautious update needs the signs of real "
             "numbers: make the parameter real (torch.view_as_real)"
         )
 
@@ -186,21 +190,13 @@ def refuse_sparse(parameter: Tensor) -> None:
         )
 
 
-def _replaced(state_dict: dict[str, Any], by_hook: dict[str, Any] | None) -> dict[str, Any]:
-    return state_dict if by_hook is None else by_hook
-
-
 def _evaluated(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Call `closure` now, so that the gradients are known, and return one that gives its answer to the first caller."""
+    """Call `closure` now, so that there are gradients. The first call of the returned closure gives the same result."""
     with torch.enable_grad():
-        answers = [closure()]
-    return lambda: answers.pop() if answers else closure()
+        results = [closure()]
+    return lambda: results.pop() if results else closure()
 
 
 def _is_decoupled(group: dict[str, Any]) -> bool:
-    """Torch's Adam family says so in the group. Muon's decay always is, and only Muon has Newton–Schulz steps."""
+    """Torch's Adam family says so in the group. Muon's decay is always decoupled, and only Muon has `ns_steps`."""
     return bool(group.get("decoupled_weight_decay", "ns_steps" in group))
-
-
-def _decoupled_decay(group: dict[str, Any]) -> Any:
-    return group["lr"] * group["weight_decay"] if _is_decoupled(group) else 0.0

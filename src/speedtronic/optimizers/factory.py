@@ -1,4 +1,4 @@
-"""Optimizers from a configuration: which parameter belongs to which group, and the fused kernel with its fallback."""
+"""Build optimizers from a configuration: which parameter belongs to which group, and whether to use fused kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from speedtronic.config import OptimizerConfig
 from speedtronic.errors import ConfigError
 from speedtronic.optimizers.adamw import COMPILED_FROM, CautiousAdamW
 from speedtronic.optimizers.hybrid import HybridOptimizer
-from speedtronic.optimizers.routing import ParameterRouting, route_parameters
+from speedtronic.optimizers.routing import route_parameters
+from speedtronic.optimizers.without_dynamo import AdamW
 from speedtronic.precision import supports_fused_adamw
 
 _log = logging.getLogger(__name__)
@@ -28,9 +29,9 @@ def build_adamw(
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv 1711.05101) over all trainable parameters of `model`; with `config.cautious` `CautiousAdamW`.
 
-    `config.fused` null asks `supports_fused_adamw(device)`, unless a parameter is complex, which the fused kernel does
-    not take; a fused construction that torch refuses falls back to the ordinary one, and says so in the log. So does a
-    `compiled` cautious step that cannot be compiled here.
+    If `config.fused` is null, `supports_fused_adamw(device)` decides, but a complex parameter rules the fused kernel
+    out. If torch refuses the fused kernel, the ordinary one is used, and a warning in the log says so. The same holds
+    for a `compiled` cautious step that does not compile on this machine.
 
     Raises:
         ConfigError: nothing in the model is trainable.
@@ -49,7 +50,7 @@ def build_adamw(
         }
         if config.cautious:
             return CautiousAdamW(_copies(groups), rescale=config.cautious_rescale, compiled=compiled, **options)
-        return torch.optim.AdamW(_copies(groups), **options)
+        return AdamW(_copies(groups), **options)
 
     return _fused_where_possible(construct, config, device, groups)
 
@@ -57,11 +58,11 @@ def build_adamw(
 def build_hybrid(model: nn.Module, config: OptimizerConfig, device: torch.device) -> HybridOptimizer:
     """Build `HybridOptimizer`: Muon for the hidden matrices of `model`, AdamW for its other trainable parameters.
 
-    `route_parameters` tells which is which. A model without a hidden matrix is trained by AdamW alone, which a warning
-    in the log says. AdamW's fused kernel is chosen as in `build_adamw`.
+    `route_parameters` tells them apart. AdamW trains all of a model that has no hidden matrix, and a warning in the log
+    says so. AdamW's fused kernel is chosen as in `build_adamw`.
 
     Raises:
-        ConfigError: nothing in the model is trainable, or a module's declared role or split cannot be.
+        ConfigError: nothing in the model is trainable, or a module declares a role or a split that is not possible.
     """
     groups = hybrid_groups(model, weight_decay=config.weight_decay, decay_1d=config.decay_1d)
     check_ownership(model, groups)
@@ -87,8 +88,8 @@ def build_hybrid(model: nn.Module, config: OptimizerConfig, device: torch.device
 
     if not any(group["algorithm"] == "muon" for group in groups):
         _log.warning(
-            "optimizer.name: muon: the model has no hidden nn.Linear, so AdamW trains all of it; let the modules whose "
-            "matrices Muon should train say so with _speedtronic_optimizer_role = 'muon', or use optimizer.name: adamw"
+            "optimizer.name: muon: the model has no hidden nn.Linear, so AdamW trains all of it; set "
+            "_speedtronic_optimizer_role = 'muon' on the modules that Muon should train, or use optimizer.name: adamw"
         )
     return _fused_where_possible(construct, config, device, groups)
 
@@ -96,31 +97,36 @@ def build_hybrid(model: nn.Module, config: OptimizerConfig, device: torch.device
 def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
     """Split the trainable parameters of `model` into matrices and the rest.
 
-    Matrices (two dimensions and more) decay; norms, biases and other vectors do not, unless `decay_1d`. They are two
-    groups in either case, so that a run which is resumed may change its mind. Frozen parameters belong to no group,
-    tied ones to one. Empty groups are left out.
+    Matrices (two dimensions and more) decay. Norms, biases and other vectors decay only with `decay_1d`. They are two
+    groups in both cases, so that a resumed run may change `decay_1d`. Frozen parameters belong to no group, tied ones
+    to one. Empty groups are left out.
 
     Raises:
         ConfigError: nothing in the model is trainable.
     """
     trainable = [named for named in model.named_parameters() if named[1].requires_grad]
-    return _filled(_matrices_and_the_rest(trainable, weight_decay, decay_1d))
+    return _without_empty_groups(_matrices_and_the_rest(trainable, weight_decay, decay_1d))
 
 
 def hybrid_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
     """Split the trainable parameters of `model` into the groups of a `HybridOptimizer`.
 
     AdamW's matrices (embeddings and heads too) and its other parameters come first, with weight decay as in
-    `parameter_groups`, and so the first group's learning rate, which a run reports, is that of `optimizer.lr`. The
-    matrices of Muon follow in one group, and those whose weight is several fused ones in one more for each kind of
-    split. Empty groups are left out.
+    `parameter_groups`. So the learning rate of the first group, which a run reports, is `optimizer.lr`. One group with
+    the matrices of Muon follows, and then one more group for each kind of split. Empty groups are left out.
 
     Raises:
-        ConfigError: nothing in the model is trainable, or a module's declared role or split cannot be.
+        ConfigError: nothing in the model is trainable, or a module declares a role or a split that is not possible.
     """
     routing = route_parameters(model)
+    by_split: dict[tuple[int, ...] | None, list[Named]] = {None: []}
+    for name, parameter in routing.muon:
+        by_split.setdefault(routing.splits.get(name), []).append((name, parameter))
     adamw = _matrices_and_the_rest(routing.adamw, weight_decay, decay_1d)
-    return _filled([{**group, "algorithm": "adamw"} for group in adamw] + _muon_groups(routing))
+    return _without_empty_groups(
+        [{**group, "algorithm": "adamw"} for group in adamw]
+        + [{**_members(matrices), "algorithm": "muon", "split": split} for split, matrices in by_split.items()]
+    )
 
 
 def _matrices_and_the_rest(trained: Sequence[Named], weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
@@ -132,23 +138,15 @@ def _matrices_and_the_rest(trained: Sequence[Named], weight_decay: float, decay_
     ]
 
 
-def _muon_groups(routing: ParameterRouting) -> list[dict[str, Any]]:
-    by_split: dict[tuple[int, ...] | None, list[Named]] = {None: []}
-    for name, parameter in routing.muon:
-        by_split.setdefault(routing.splits.get(name), []).append((name, parameter))
-    return [{**_members(matrices), "algorithm": "muon", "split": split} for split, matrices in by_split.items()]
-
-
 def _members(named: Sequence[Named]) -> dict[str, Any]:
-    """The parameters of a group, and their names, by which a checkpoint tells whose state it holds."""
+    """The parameters of a group and their names. A checkpoint uses the names to find the state of each parameter."""
     return {"params": [parameter for _, parameter in named], "param_names": [name for name, _ in named]}
 
 
-def _filled(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are not empty."""
+def _without_empty_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ConfigError("the model has no trainable parameter: set requires_grad on what should be trained")
+        raise ConfigError("the model has no trainable parameter: set requires_grad on the parameters to train")
     return groups
 
 
@@ -166,18 +164,18 @@ def check_ownership(model: nn.Module, groups: Iterable[dict[str, Any]]) -> None:
 
 
 def _copies(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For an optimizer to write its options into, which a second attempt must not find there."""
+    """An optimizer writes its options into its groups. A second attempt to build one must not find them there."""
     return [dict(group) for group in groups]
 
 
 def _cautious_step_compiles(device: torch.device) -> bool:
-    """Compile it now, on a weight of its own: an error in the first step would end the run."""
+    """Whether it compiles, tried now on a spare weight: an error in the first step of a run would end it."""
     weight = nn.Parameter(torch.zeros(COMPILED_FROM, device=device))
     weight.grad = torch.zeros_like(weight)
     try:
         CautiousAdamW([weight], compiled=True).step()
-    except Exception as error:  # noqa: BLE001 - compilers fail in any way, and the step works without
-        _log.warning("the cautious step cannot be compiled on %s (%s): it runs without", device, error)
+    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and the step works without it
+        _log.warning("the cautious step does not compile on %s (%s): it runs without the compiler", device, error)
         return False
     return True
 
@@ -185,10 +183,10 @@ def _cautious_step_compiles(device: torch.device) -> bool:
 def _fused_where_possible(
     construct: Callable[..., Built], config: OptimizerConfig, device: torch.device, groups: Iterable[dict[str, Any]]
 ) -> Built:
-    """Construct with `fused=True` where it is asked for or available, else, or when that fails, without."""
+    """Construct with `fused=True` if it is asked for or available. If not, or if that fails, construct without."""
     fused = config.fused
     if fused is None:
-        # torch constructs it for complex parameters too, and fails in the first step.
+        # torch constructs the fused optimizer for complex parameters too, but its first step fails.
         real = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
         fused = real and supports_fused_adamw(device)
     if fused:

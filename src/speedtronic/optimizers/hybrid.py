@@ -9,38 +9,47 @@ import torch
 from torch import Tensor
 
 from speedtronic.optimizers.adamw import adamw_step, check_group
-from speedtronic.optimizers.muon import Muon, Scale, check_options, check_shapes, muon_step, take_momenta_as_saved
+from speedtronic.optimizers.muon import (
+    Muon,
+    Scale,
+    check_options,
+    check_saved_shapes,
+    load_with_exact_momenta,
+    muon_step,
+)
 from speedtronic.optimizers.newton_schulz import Coefficients
+from speedtronic.optimizers.without_dynamo import AdamW, WithoutDynamo
 
 ParamGroup = dict[str, Any]
 
 
-class HybridOptimizer(torch.optim.Optimizer):
+class HybridOptimizer(WithoutDynamo):
     """Muon and AdamW as one `torch.optim.Optimizer` with one state: hooks, schedulers and gradient scalers see one.
 
-    Each param group names its `algorithm`, "muon" or "adamw", and has the options of that one: those of `Muon`, or
-    those of `torch.optim.AdamW` with `cautious` and `cautious_rescale`. What it leaves out comes from the arguments.
-    A parameter's state is that of `Muon` (`momentum_buffer`) or of `torch.optim.AdamW` (`step`, `exp_avg`,
+    Each param group names its `algorithm`, "muon" or "adamw", and has the options of that algorithm: those of `Muon`,
+    or those of `torch.optim.AdamW` with `cautious` and `cautious_rescale`. Options that it leaves out come from the
+    arguments. A parameter's state is that of `Muon` (`momentum_buffer`) or of `torch.optim.AdamW` (`step`, `exp_avg`,
     `exp_avg_sq`), in one dict.
 
     Args:
-        params: param groups as for any `torch.optim.Optimizer`, each with `algorithm`; one of Muon's may have `split`,
-            the row counts of the pieces of its weights, each of which is orthogonalised on its own.
+        params: param groups as for any `torch.optim.Optimizer`, each with `algorithm`. A Muon group may have `split`,
+            the row counts of the pieces of its weights; each piece is orthogonalised on its own.
         lr: learning rate of AdamW's groups.
         muon_lr: learning rate of Muon's groups; None is `lr`.
         betas: AdamW's decay rates of the first and second moment.
         eps: AdamW's term in the denominator.
         weight_decay: decoupled weight decay of both.
         momentum, nesterov, ns_steps, muon_eps, norm_eps, muon_plus, scale, coefficients: as in `Muon`; `muon_eps` is
-            what is `eps` there.
-        fused: whether AdamW runs in torch's fused kernel. Then a step that must not be applied, because a gradient
-            overflowed, is held back on the device by both algorithms, and nothing is read back to the host.
-        cautious: keep only the entries of an update whose sign opposes the gradient's, in both algorithms.
-        cautious_rescale: scale a cautious update up by the share of entries that were dropped.
+            its `eps`.
+        fused: whether AdamW runs in torch's fused kernel. Then both algorithms skip a step whose gradients overflowed
+            on the device, and read nothing back to the host.
+        cautious: keep only the entries of an update that go down the gradient, in both algorithms.
+        cautious_rescale: scale a cautious update up to make up for the entries that were dropped.
 
     Raises:
-        ValueError: a group names no algorithm, an option is out of range, or a parameter of Muon's is no matrix.
-        TypeError: a parameter of Muon's is complex.
+        ValueError: a group names no algorithm, an option is out of range, or a parameter of a Muon group is not a
+            matrix.
+        TypeError: a parameter of a Muon group is complex.
     """
 
     def __init__(
@@ -64,11 +73,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         cautious: bool = False,
         cautious_rescale: bool = False,
     ) -> None:
-        # Each algorithm's own class knows its options and checks them. They are never stepped.
-        nothing = [torch.zeros(1, 1)]
+        # Each algorithm's own class knows its options and checks them. These two optimizers never step.
+        dummy = [torch.zeros(1, 1)]
         caution = {"cautious": cautious, "cautious_rescale": cautious_rescale}
         muon = Muon(
-            nothing,
+            dummy,
             lr if muon_lr is None else muon_lr,
             momentum=momentum,
             nesterov=nesterov,
@@ -81,7 +90,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             coefficients=coefficients,
             **caution,
         )
-        adamw = torch.optim.AdamW(nothing, lr, betas, eps, weight_decay, fused=fused)
+        adamw = AdamW(dummy, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
         self._options = {"muon": muon.defaults, "adamw": {**adamw.defaults, **caution}}
         super().__init__(params, {})
 
@@ -89,18 +98,18 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Add a group, which names its `algorithm`; see the class.
 
         Raises:
-            ValueError: it names no algorithm, or is of Muon's and one of its options is out of range or one of its
-                parameters no matrix.
-            TypeError: it is of Muon's, and one of its parameters is complex.
+            ValueError: the group names no algorithm, or an option or parameter of a Muon group is out of range or not
+                a matrix.
+            TypeError: a parameter of a Muon group is complex.
         """
         algorithm = param_group.get("algorithm")
         if algorithm not in self._options:
             raise ValueError(f"a param group's algorithm must be 'muon' or 'adamw', not {algorithm!r}")
-        self._complete(param_group)
+        self._add_defaults(param_group)
         if algorithm == "muon":
             check_options(param_group)
         super().add_param_group(param_group)
-        if algorithm == "muon" and (problem := _no_matrix(param_group)) is not None:
+        if algorithm == "muon" and (problem := _why_not_muon(param_group)) is not None:
             del self.param_groups[-1]
             raise problem
         self._support_scaling()
@@ -110,23 +119,23 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: evaluates the model anew; called once, before the update.
+            closure: evaluates the model again; called once, before the update.
 
         Returns:
-            What `closure` returns; None without it.
+            The result of `closure`; None without one.
 
         Raises:
             TypeError: a parameter of a cautious AdamW group is complex.
-            RuntimeError: a gradient is sparse. Nothing has changed then, as after the other.
+            RuntimeError: a gradient is sparse. After any of these errors, nothing has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Muon's function checks its own, and steps first.
+        # Check everything before anything changes. `muon_step` checks its own groups, and steps first.
         for group in self._groups_of("adamw"):
             check_group(group, cautious=group["cautious"])
-        # A gradient scaler, or the trainer's guard, hands its verdict over as attributes for the time of the step.
+        # A gradient scaler, or the trainer's guard, sets these attributes for the time of the step.
         grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
         muon_step(self._groups_of("muon"), self.state, grad_scale=grad_scale, found_inf=found_inf)
         for group in self._groups_of("adamw"):
@@ -142,27 +151,25 @@ class HybridOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, for groups of the same algorithms; options that it lacks are the arguments'.
+        """Load the result of `state_dict`, for groups of the same algorithms. The arguments give the options it lacks.
 
         Raises:
-            ValueError: it is of another optimizer, of other groups, or of parameters of other shapes.
+            ValueError: the state is of another optimizer, of other groups, or of parameters of other shapes.
         """
-        loaded: list[dict[str, Any]] = []
 
-        def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
-            _check_algorithms(final["param_groups"], self.param_groups)
-            check_shapes(self.param_groups, final)
-            loaded.append(final)
+        def check(final: dict[str, Any]) -> None:
+            # torch would load the state of another algorithm where the groups have as many parameters.
+            saved, own = (
+                ", ".join(str(group.get("algorithm", "an optimizer of another kind")) for group in groups) or "none"
+                for groups in (final["param_groups"], self.param_groups)
+            )
+            if saved != own:
+                raise ValueError(f"the saved param groups were trained by {saved}, and the groups here by {own}")
+            check_saved_shapes(self.param_groups, final)
 
-        # A hook, since those of others may change what is loaded; it runs last.
-        handle = self.register_load_state_dict_pre_hook(check)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        take_momenta_as_saved(self.param_groups, loaded[0], self.state)
+        load_with_exact_momenta(self, state_dict, check)
 
-    def _complete(self, group: dict[str, Any]) -> None:
+    def _add_defaults(self, group: dict[str, Any]) -> None:
         """Add the options that a group, or a saved one, leaves out."""
         for option, default in self._options[group["algorithm"]].items():
             group.setdefault(option, default)
@@ -176,30 +183,20 @@ class HybridOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            self._complete(group)
+            self._add_defaults(group)
         self._support_scaling()
 
     def _support_scaling(self) -> None:
-        """Tell gradient scalers whether `step` obeys `found_inf` by itself: Muon's part can, AdamW's if it is fused."""
+        """Tell gradient scalers whether `step` obeys `found_inf` itself: Muon always does, and fused AdamW."""
         self._step_supports_amp_scaling = all(group["fused"] for group in self._groups_of("adamw"))
 
 
-def _no_matrix(group: Mapping[str, Any]) -> Exception | None:
-    """What is wrong with the first parameter of a group that Muon cannot train."""
+def _why_not_muon(group: Mapping[str, Any]) -> Exception | None:
+    """The error for the first parameter of a group that Muon cannot train, if there is one."""
     names = group.get("param_names") or [f"number {number} of its group" for number in range(len(group["params"]))]
     for name, parameter in zip(names, group["params"], strict=True):
         if parameter.ndim != 2:
             return ValueError(f"Muon trains matrices, and parameter {name} has shape {tuple(parameter.shape)}")
         if not parameter.is_floating_point():
-            return TypeError(f"Muon trains real floating matrices, and parameter {name} is of {parameter.dtype}")
+            return TypeError(f"Muon trains real floating matrices, and parameter {name} has dtype {parameter.dtype}")
     return None
-
-
-def _check_algorithms(saved: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse the state of another algorithm, which torch would load where the groups have as many parameters."""
-    theirs, ours = (
-        ", ".join(str(group.get("algorithm", "an optimizer of another kind")) for group in groups)
-        for groups in (saved, own)
-    )
-    if theirs != ours:
-        raise ValueError(f"its param groups were trained by {theirs or 'none'}, and those here are by {ours}")

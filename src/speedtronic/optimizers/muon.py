@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix is orthogonalised before it is applied (Keller Jordan, "Muon", 2024).
+"""Muon: momentum that is orthogonalised as a matrix before it is applied (Keller Jordan, "Muon", 2024).
 
 With weight W, gradient G, momentum buffer B, all of one shape, and μ `momentum`, λ `weight_decay`, η `lr`:
 
@@ -7,12 +7,12 @@ With weight W, gradient G, momentum buffer B, all of one shape, and μ `momentum
     U = newton_schulz(Q), and with `muon_plus` its rows, then its columns, divided by their norms
     W ← (1 - η λ) W - η s U
 
-The scale s is sqrt(max(1, rows / columns)), or with `match_rms_adamw` 0.2 sqrt(max(rows, columns)), with which entries
-move about as far as AdamW's (Liu et al., arXiv 2502.16982, section 2.2).
+The scale s is sqrt(max(1, rows / columns)). With `match_rms_adamw` it is 0.2 sqrt(max(rows, columns)), so that entries
+move about as far as with AdamW (Liu et al., arXiv 2502.16982, section 2.2).
 
-`cautious` sets the entries of U to zero whose sign is not the gradient's (arXiv 2411.16085); decay stays outside.
+`cautious` sets an entry of U to zero unless it has the gradient's sign (arXiv 2411.16085). Decay is not masked.
 
-Matrices of one shape step together, as a stack of bounded size.
+Matrices of one shape step together, in stacks of bounded size.
 """
 
 from __future__ import annotations
@@ -27,44 +27,46 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from speedtronic.optimizers.cautious import agreeing
+from speedtronic.optimizers.cautious import agreeing, refuse_sparse
 from speedtronic.optimizers.newton_schulz import Coefficients, orthogonalize
+from speedtronic.optimizers.without_dynamo import WithoutDynamo
 
 Scale = Literal["original", "match_rms_adamw"]
 Normalization = Literal["none", "row", "col", "row_col", "col_row"]
 
-# Elements of one stack. A step holds at most seven stacks in fp32, beside what the products take. Enough to keep a GPU
-# busy; the CPU needs fewer for that.
+# Elements of one stack. A step holds at most seven stacks in fp32, besides the workspace of the products. The size is
+# enough to keep a GPU busy; a CPU needs less.
 _STACK_ELEMENTS = {"cpu": 2**21}
 _STACK_ELEMENTS_ELSEWHERE = 2**24
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(WithoutDynamo):
     """Muon over 2-D parameters; the formula is in the module's docstring. Other parameters belong to another optimizer.
 
     The state of a parameter is `momentum_buffer`, of its shape, in fp32, or in fp64 for fp64 parameters. 16-bit weights
     are updated in fp32 and rounded once.
 
-    A param group may have `split`, the row counts of the pieces of each of its weights: a weight that a model fuses
-    from several steps as they would apart, each piece orthogonalised, scaled and masked on its own.
+    A param group may have `split`, the row counts of the pieces of each of its weights. A model may fuse several
+    matrices into one weight: with `split`, each piece is orthogonalised, scaled and masked on its own, as if the
+    matrices were separate.
 
-    A gradient scaler's `grad_scale` and `found_inf` are obeyed on the device: where `found_inf` is 1, no bit of a
+    The step obeys a gradient scaler's `grad_scale` and `found_inf` on the device: if `found_inf` is 1, no bit of a
     weight or a buffer changes, whatever the gradients are.
 
     Args:
-        params: any parameters; those without a gradient are left alone.
+        params: parameters; the step leaves those without a gradient alone.
         lr: learning rate η, a number or a 0-dim tensor.
         momentum: μ, in [0, 1).
-        nesterov: orthogonalise the momentum that the next step would have with the same gradient.
+        nesterov: orthogonalise the momentum that the next step would have if its gradient were the same.
         ns_steps: Newton–Schulz iterations.
         weight_decay: decoupled weight decay λ.
-        eps: smallest Frobenius norm that Q is divided by.
+        eps: smallest Frobenius norm to divide Q by.
         norm_eps: smallest norm that `muon_plus` divides by.
         muon_plus: normalise rows, then columns, after the orthogonalisation.
         scale: "original" or "match_rms_adamw".
         coefficients: "quintic" or "polar_express"; see `newton_schulz`.
-        cautious: keep only the entries of the update whose sign opposes the gradient's.
-        cautious_rescale: scale a cautious update up by the share of entries that were dropped.
+        cautious: keep only the entries of the update that go down the gradient.
+        cautious_rescale: scale a cautious update up to make up for the entries that were dropped.
 
     Raises:
         ValueError: an argument, or an option of a group, is out of range.
@@ -109,7 +111,7 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; what it leaves out comes from the constructor.
+        """Add a group of parameters; options that it leaves out come from the constructor.
 
         Raises:
             ValueError: one of its options is out of range.
@@ -122,52 +124,52 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            closure: evaluates the model anew; called once, before the update.
+            closure: evaluates the model again; called once, before the update.
 
         Returns:
-            What `closure` returns; None without it.
+            The result of `closure`; None without one.
 
         Raises:
-            ValueError: a parameter is not 2-D, or its rows are not those of its group's `split`.
+            ValueError: a parameter is not 2-D, or its rows do not match its group's `split`.
             TypeError: a parameter is complex.
-            RuntimeError: a gradient is sparse. Nothing has changed then, as after the others.
+            RuntimeError: a gradient is sparse. After any of these errors, nothing has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A gradient scaler, or the trainer's guard, hands its verdict over as attributes for the time of the step.
-        verdict = vars(self)
-        muon_step(
-            self.param_groups, self.state, grad_scale=verdict.get("grad_scale"), found_inf=verdict.get("found_inf")
-        )
+        # A gradient scaler, or the trainer's guard, sets these attributes for the time of the step.
+        grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
+        muon_step(self.param_groups, self.state, grad_scale=grad_scale, found_inf=found_inf)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or that of a `torch.optim.Muon`; options that it lacks stay as they are.
+        """Load the result of `state_dict`, or that of a `torch.optim.Muon`; options that it lacks stay as they are.
 
-        Of torch's options, `adjust_lr_fn` is `scale` here, and its `ns_coefficients` are not taken over.
+        `adjust_lr_fn` of torch's Muon becomes `scale` here. Its `ns_coefficients` are dropped.
 
         Raises:
-            ValueError: it is of another optimizer, or of other parameters.
+            ValueError: the state is of another optimizer, or of other parameters.
         """
-        loaded: list[dict[str, Any]] = []
         options = [dict(group) for group in self.param_groups]
 
-        def check(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
-            _check_state(self.param_groups, final)
-            loaded.append(final)
+        def check(final: dict[str, Any]) -> None:
+            # torch would load the state of another optimizer, and the steps would then ignore it.
+            foreign = [own for own in final["state"].values() if own and "momentum_buffer" not in own]
+            if foreign:
+                raise ValueError(
+                    "the state is not that of Muon: each parameter of Muon has a momentum_buffer, and one parameter "
+                    f"here has {', '.join(foreign[0])}"
+                )
+            check_saved_shapes(self.param_groups, final)
 
-        # A hook, since those of others may change what is loaded; it runs last.
-        handle = self.register_load_state_dict_pre_hook(check)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        for group, saved, own in zip(self.param_groups, loaded[0]["param_groups"], options, strict=True):
+        loaded = load_with_exact_momenta(self, state_dict, check)
+        for group, saved, own in zip(self.param_groups, loaded["param_groups"], options, strict=True):
             group.update({option: value for option, value in own.items() if option not in saved})
-            _translate(group)
-        take_momenta_as_saved(self.param_groups, loaded[0], self.state)
+            # A `torch.optim.Muon` has another name for the scale, and always the quintic coefficients.
+            group.pop("ns_coefficients", None)
+            if "adjust_lr_fn" in group:
+                group["scale"] = group.pop("adjust_lr_fn") or "original"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -185,20 +187,22 @@ def muon_step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Do one step of Muon on the parameters of `groups` that have a gradient. Nothing is read from a device.
+    """Do one step of Muon on the parameters of `groups` that have a gradient. It reads nothing from an accelerator.
 
     Args:
         groups: param groups with all the options of `Muon`.
-        state: of each parameter, {"momentum_buffer": tensor}; made where it is missing.
-        grad_scale: 0-dim; what the gradients were multiplied by.
-        found_inf: 0-dim; 1 where nothing must change.
+        state: for each parameter, {"momentum_buffer": tensor}; a missing one is made.
+        grad_scale: 0-dim; the factor that the gradients were multiplied by.
+        found_inf: 0-dim; if it is 1, nothing changes.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `Muon.step`.
     """
     for group in groups:
-        for parameter in _with_gradient(group):
-            _check_parameter(parameter, group["split"])
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                _check_parameter(parameter, group["split"])
+    # On the host the answer is at hand; on a device, only the kernels of the step read it.
     if found_inf is not None and _is_on_host(found_inf):
         if found_inf.item():
             return
@@ -215,13 +219,13 @@ def post_polar_normalize(update: Tensor, *, mode: Normalization = "row_col", eps
     Args:
         update: (..., m, n), floating. It is not changed.
         mode: "none", "row", "col", "row_col" (rows, then columns) or "col_row".
-        eps: smallest norm that is divided by, so that zero stays zero.
+        eps: smallest norm to divide by, so that zero stays zero.
 
     Returns:
         A new tensor of the shape and dtype of `update`, computed at least in fp32.
 
     Raises:
-        ValueError: there is no such mode, or `update` has fewer than two dimensions.
+        ValueError: the mode is unknown, or `update` has fewer than two dimensions.
     """
     if mode not in get_args(Normalization):
         raise ValueError(f"mode must be one of {', '.join(get_args(Normalization))}, not {mode!r}")
@@ -235,7 +239,7 @@ def post_polar_normalize(update: Tensor, *, mode: Normalization = "row_col", eps
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the option, unless the options of a param group are in range."""
+    """Raise ValueError, naming the option, if an option of a param group is out of range."""
     lr = options["lr"]
     if isinstance(lr, Tensor) and lr.ndim != 0:
         raise ValueError(f"lr must be a number or a 0-dim tensor, not one of shape {tuple(lr.shape)}")
@@ -263,7 +267,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The options of a param group that say how its matrices step."""
+    """The options of a param group that decide how its matrices step."""
 
     lr: float | Tensor
     momentum: float
@@ -281,60 +285,45 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A matrix that is orthogonalised whole: a weight, or some rows of one. Views, which a step writes to."""
+    """A matrix that is orthogonalised as one: a weight, or some rows of one. A step writes through these views."""
 
     weight: Tensor
     gradient: Tensor
     momentum: Tensor
     rule: _Rule
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What pieces must have in common to step as one stack."""
-        return self.rule, self.weight.shape, self.weight.dtype, self.gradient.dtype, self.weight.device
-
 
 def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _with_gradient(group: Mapping[str, Any]) -> list[Tensor]:
-    return [parameter for parameter in group["params"] if parameter.grad is not None]
-
-
 def _check_parameter(parameter: Tensor, split: Sequence[int] | None) -> None:
     shape = tuple(parameter.shape)
-    assert parameter.grad is not None, "only those with a gradient are asked for"
     if parameter.is_complex():
         raise TypeError(f"Muon trains real matrices, not a complex parameter of shape {shape}; give it to AdamW")
     if parameter.ndim != 2:
         raise ValueError(f"Muon trains 2-D parameters, not one of shape {shape}; give it to AdamW")
-    if parameter.grad.layout != torch.strided:
-        raise RuntimeError(
-            f"Muon takes no sparse gradient, as the parameter of shape {shape} has; give it to SparseAdam"
-        )
+    refuse_sparse(parameter)
     if split is not None and (sum(split) != shape[0] or any(rows < 1 for rows in split)):
         raise ValueError(
-            f"split {tuple(split)} must be row counts that add up to those of a parameter of shape {shape}"
+            f"split {tuple(split)} must be row counts that add up to the rows of a parameter of shape {shape}"
         )
 
 
 def _pieces(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> Iterator[_Piece]:
+    """The matrices of a param group that have a gradient, cut by its `split`."""
     rule = _Rule(**{name: group[name] for name in _Rule.__dataclass_fields__})
-    for parameter in _with_gradient(group):
-        assert parameter.grad is not None, "only those with a gradient are asked for"
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        own = state.setdefault(parameter, {})
+        if "momentum_buffer" not in own:
+            own["momentum_buffer"] = torch.zeros_like(parameter, dtype=_momentum_dtype(parameter))
         rows = list(group["split"] or parameter.shape[:1])
-        whole = (parameter, parameter.grad, _momentum(parameter, state.setdefault(parameter, {})))
+        whole = (parameter, parameter.grad, own["momentum_buffer"])
         for weight, gradient, momentum in zip(*(torch.split(tensor, rows) for tensor in whole), strict=True):
             if weight.numel() > 0:
                 yield _Piece(weight, gradient, momentum, rule)
-
-
-def _momentum(parameter: Tensor, own: dict[str, Any]) -> Tensor:
-    if "momentum_buffer" not in own:
-        own["momentum_buffer"] = torch.zeros_like(parameter, dtype=_momentum_dtype(parameter))
-    buffer: Tensor = own["momentum_buffer"]
-    return buffer
 
 
 def _momentum_dtype(parameter: Tensor) -> torch.dtype:
@@ -342,13 +331,15 @@ def _momentum_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _stacks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces of one kind together, in as few stacks as the bound allows, and about as many in each: for all threads."""
+    """Group the pieces that step alike into as few stacks as the bound allows."""
     kinds: dict[tuple[Any, ...], list[_Piece]] = defaultdict(list)
     for piece in pieces:
-        kinds[piece.kind].append(piece)
+        weight, gradient = piece.weight, piece.gradient
+        kinds[piece.rule, weight.shape, weight.dtype, gradient.dtype, weight.device].append(piece)
     for alike in kinds.values():
         weight = alike[0].weight
         room = max(1, _STACK_ELEMENTS.get(weight.device.type, _STACK_ELEMENTS_ELSEWHERE) // weight.numel())
+        # Stacks of about equal size: a small last one would leave threads without work.
         members = math.ceil(len(alike) / math.ceil(len(alike) / room))
         for start in range(0, len(alike), members):
             yield alike[start : start + members]
@@ -358,82 +349,71 @@ def _stacks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _step_stack(stack: Sequence[_Piece], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    rule, momenta = stack[0].rule, [piece.momentum for piece in stack]
+    """Step pieces of one kind, by the formula of the module's docstring."""
+    rule, weights, momenta = stack[0].rule, [piece.weight for piece in stack], [piece.momentum for piece in stack]
     device, dtype = momenta[0].device, momenta[0].dtype
-    refused = None if found_inf is None else found_inf.to(device, non_blocking=True).reshape(()) > 0
+    skip = None if found_inf is None else found_inf.to(device, non_blocking=True).reshape(()) > 0
     gradient = torch.stack([piece.gradient for piece in stack]).to(dtype)
     if grad_scale is not None:
         gradient /= grad_scale.to(device, non_blocking=True)
-    _remember(momenta, gradient, rule.momentum, refused)
-    # Only the mask needs the gradient once more; without it Q takes its place.
+    # A step that must be skipped multiplies by one and adds -0.0: that changes no bit, not even those of a -0.0.
+    if skip is not None:
+        gradient.masked_fill_(skip, -0.0)
+
+    # B ← μ B + (1 - μ) G
+    torch._foreach_mul_(momenta, _one_if(skip, rule.momentum, gradient))
+    torch._foreach_add_(momenta, gradient.unbind(), alpha=1 - rule.momentum)
+
+    # Q = (1 - μ) G + μ B, or B. It overwrites G, unless the mask below needs G again.
     update = gradient.clone() if rule.cautious else gradient
     if rule.nesterov:
         torch._foreach_lerp_(update.unbind(), momenta, rule.momentum)
     else:
         torch._foreach_copy_(update.unbind(), momenta)
-    _apply([piece.weight for piece in stack], _direction(update, gradient, rule), rule, refused)
 
-
-def _remember(momenta: list[Tensor], gradient: Tensor, momentum: float, refused: Tensor | None) -> None:
-    """B ← μ B + (1 - μ) G. A refused step multiplies by one and adds -0.0, which leaves every bit, -0.0's own too."""
-    if refused is not None:
-        gradient.masked_fill_(refused, -0.0)
-    torch._foreach_mul_(momenta, _unless(refused, momentum, gradient))
-    torch._foreach_add_(momenta, gradient.unbind(), alpha=1 - momentum)
-
-
-def _direction(update: Tensor, gradient: Tensor, rule: _Rule) -> Tensor:
-    """U of the module's docstring, of the stack Q: what is subtracted from the weights, before the scale."""
+    # U = newton_schulz(Q)
     update = orthogonalize(update, rule.ns_steps, rule.eps, coefficients=rule.coefficients)
     if rule.muon_plus:
         update = post_polar_normalize(update, eps=rule.norm_eps)
-    if not rule.cautious:
-        return update
-    ascent = -gradient
-    if not rule.cautious_rescale:
-        return agreeing(update, ascent)
-    return torch.stack([agreeing(*pair, rescale=True) for pair in zip(update, ascent, strict=True)])
 
+    # The mask. `agreeing` expects an update that is added; U is subtracted, so the gradient changes its sign.
+    if rule.cautious:
+        ascent = -gradient
+        if rule.cautious_rescale:
+            pairs = zip(update, ascent, strict=True)
+            update = torch.stack([agreeing(direction, slope, rescale=True) for direction, slope in pairs])
+        else:
+            update = agreeing(update, ascent)
 
-def _apply(weights: list[Tensor], update: Tensor, rule: _Rule, refused: Tensor | None) -> None:
-    """W ← (1 - η λ) W - η s U, in the dtype of U."""
-    update *= -(rule.lr * _scale(rule.scale, *update.shape[-2:]))
-    if refused is not None:
-        update.masked_fill_(refused, -0.0)
+    # -η s U
+    rows, columns = update.shape[-2:]
+    original = rule.scale == "original"
+    scale = math.sqrt(max(1.0, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
+    update *= -(rule.lr * scale)
+    if skip is not None:
+        update.masked_fill_(skip, -0.0)
+
+    # W ← (1 - η λ) W - η s U, in the dtype of U.
     wide = weights if weights[0].dtype == update.dtype else [weight.to(update.dtype) for weight in weights]
     if rule.weight_decay != 0:
-        torch._foreach_mul_(wide, _unless(refused, 1 - rule.lr * rule.weight_decay, update))
+        torch._foreach_mul_(wide, _one_if(skip, 1 - rule.lr * rule.weight_decay, update))
     torch._foreach_add_(wide, update.unbind())
     if wide is not weights:
         torch._foreach_copy_(weights, wide)
 
 
-def _unless(refused: Tensor | None, factor: float | Tensor, like: Tensor) -> float | Tensor:
-    """`factor`, or one where the step is refused: a number, or a 0-dim tensor where only the device knows."""
-    if refused is None:
+def _one_if(skip: Tensor | None, factor: float | Tensor, like: Tensor) -> float | Tensor:
+    """`factor`, or one if `skip` is true: a number, or a 0-dim tensor if only the device knows `skip`."""
+    if skip is None:
         return factor
-    return (like.new_ones(()) * factor).masked_fill_(refused, 1.0)
-
-
-def _scale(scale: Scale, rows: int, columns: int) -> float:
-    return math.sqrt(max(1.0, rows / columns)) if scale == "original" else 0.2 * math.sqrt(max(rows, columns))
+    return (like.new_ones(()) * factor).masked_fill_(skip, 1.0)
 
 
 # ---------------------------------------------------------------------- saved state
 
 
-def _check_state(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Refuse the state of another optimizer, which torch would load and a step then ignore."""
-    foreign = [own for own in state_dict["state"].values() if own and "momentum_buffer" not in own]
-    if foreign:
-        raise ValueError(
-            f"the state is not that of Muon, whose parameters have a momentum_buffer: one has {', '.join(foreign[0])}"
-        )
-    check_shapes(groups, state_dict)
-
-
-def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError where what was saved of a parameter is not of its shape, and so of another parameter."""
+def check_saved_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError if a saved tensor differs in shape from its parameter, and so belongs to another one."""
     for parameter, own in _saved_states(groups, state_dict):
         for name, saved in own.items():
             if name != "step" and isinstance(saved, Tensor) and saved.shape != parameter.shape:
@@ -442,27 +422,43 @@ def check_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, A
                 )
 
 
-def take_momenta_as_saved(
-    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]
-) -> None:
-    """Put the saved momenta into `state`: torch has cast them to the dtype of their parameter, which may round them."""
-    for parameter, own in _saved_states(groups, state_dict):
+def load_with_exact_momenta(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], check: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Load a state dict into `optimizer`, and keep the dtype of its momenta, which torch would round.
+
+    Args:
+        optimizer: has params that Muon trains, perhaps among others.
+        state_dict: a result of `state_dict`.
+        check: raises if the state does not fit. It sees the state that the hooks of other code have left.
+
+    Returns:
+        The state dict that was loaded.
+    """
+    loaded: list[dict[str, Any]] = []
+
+    def before_loading(_: torch.optim.Optimizer, final: dict[str, Any]) -> None:
+        check(final)
+        loaded.append(final)
+
+    # Hooks of other code may change the state. This hook is the newest, so it runs last.
+    handle = optimizer.register_load_state_dict_pre_hook(before_loading)
+    try:
+        torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+    finally:
+        handle.remove()
+    # torch has cast the momenta to the dtype of their parameters: put the saved ones in their place.
+    for parameter, own in _saved_states(optimizer.param_groups, loaded[0]):
         if "momentum_buffer" in own:
-            saved = own["momentum_buffer"]
-            state[parameter]["momentum_buffer"] = saved.to(device=parameter.device, dtype=_momentum_dtype(parameter))
+            exact = own["momentum_buffer"].to(device=parameter.device, dtype=_momentum_dtype(parameter))
+            optimizer.state[parameter]["momentum_buffer"] = exact
+    return loaded[0]
 
 
 def _saved_states(
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
-    """Each parameter with its saved state. torch itself says when groups differ in number or size."""
+    """Each parameter with its saved state. If the groups differ in number or size, torch raises on loading."""
     for group, saved in zip(groups, state_dict["param_groups"], strict=False):
         for parameter, number in zip(group["params"], saved["params"], strict=False):
             yield parameter, state_dict["state"].get(number, {})
-
-
-def _translate(group: dict[str, Any]) -> None:
-    """Turn the options of a `torch.optim.Muon` into those of this one. Its coefficients are the quintic ones."""
-    group.pop("ns_coefficients", None)
-    if "adjust_lr_fn" in group:
-        group["scale"] = group.pop("adjust_lr_fn") or "original"

@@ -1,6 +1,6 @@
 """Learning-rate schedules: pure functions from an optimizer step to a factor of the base learning rate.
 
-Every schedule warms up alike: `max(1e-8, (step + 1) / warmup_steps)` while `step < warmup_steps`. After that,
+Every schedule warms up in the same way: `max(1e-8, (step + 1) / warmup_steps)` while `step < warmup_steps`. After that,
 with progress p = clip((step - warmup) / max(1, max_steps - warmup), 0, 1) and r = `min_lr_ratio`:
 
     constant  1
@@ -24,17 +24,47 @@ DEFAULT_DECAY_FRACTION = 0.2
 
 def learning_rate_schedule(config: SchedulerConfig) -> Schedule:
     """Return the factor of the base learning rate as a function of the 0-based optimizer step."""
-    after_warmup = _AFTER_WARMUP[config.name](config)
+    after_warmup = _AFTER_WARMUP[config.name]
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return max(1e-8, (step + 1) / config.warmup_steps)
-        return after_warmup(step)
+        return after_warmup(config, step)
 
     return factor
 
 
+def _constant(config: SchedulerConfig, step: int) -> float:
+    return 1.0
+
+
+def _cosine(config: SchedulerConfig, step: int) -> float:
+    floor = config.min_lr_ratio
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * _progress(config, step)))
+
+
+def _linear(config: SchedulerConfig, step: int) -> float:
+    floor = config.min_lr_ratio
+    return floor + (1 - floor) * (1 - _progress(config, step))
+
+
+def _wsd(config: SchedulerConfig, step: int) -> float:
+    floor, horizon = config.min_lr_ratio, _horizon(config)
+    decay_steps = config.decay_steps or max(1, round(DEFAULT_DECAY_FRACTION * horizon))
+    remaining = min(1.0, max(0.0, (horizon - step) / decay_steps))
+    return floor + (1 - floor) * remaining
+
+
+_AFTER_WARMUP: dict[str, Callable[[SchedulerConfig, int], float]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "linear": _linear,
+    "wsd": _wsd,
+}
+
+
 def _progress(config: SchedulerConfig, step: int) -> float:
+    """The share of the run after warmup that is over, in [0, 1]."""
     span = max(1, _horizon(config) - config.warmup_steps)
     return min(1.0, max(0.0, (step - config.warmup_steps) / span))
 
@@ -42,36 +72,3 @@ def _progress(config: SchedulerConfig, step: int) -> float:
 def _horizon(config: SchedulerConfig) -> int:
     assert config.max_steps is not None, "resolved when the configuration was loaded"
     return config.max_steps
-
-
-def _constant(config: SchedulerConfig) -> Schedule:
-    return lambda step: 1.0
-
-
-def _cosine(config: SchedulerConfig) -> Schedule:
-    floor = config.min_lr_ratio
-    return lambda step: floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * _progress(config, step)))
-
-
-def _linear(config: SchedulerConfig) -> Schedule:
-    floor = config.min_lr_ratio
-    return lambda step: floor + (1 - floor) * (1 - _progress(config, step))
-
-
-def _wsd(config: SchedulerConfig) -> Schedule:
-    floor, horizon = config.min_lr_ratio, _horizon(config)
-    decay_steps = config.decay_steps or max(1, round(DEFAULT_DECAY_FRACTION * horizon))
-
-    def factor(step: int) -> float:
-        remaining = min(1.0, max(0.0, (horizon - step) / decay_steps))
-        return floor + (1 - floor) * remaining
-
-    return factor
-
-
-_AFTER_WARMUP: dict[str, Callable[[SchedulerConfig], Schedule]] = {
-    "constant": _constant,
-    "cosine": _cosine,
-    "linear": _linear,
-    "wsd": _wsd,
-}

@@ -316,7 +316,7 @@ def test_an_empty_folder_is_filled(saved: SavedModel, tmp_path: Path) -> None:
 def test_a_folder_with_anything_else_is_never_replaced(saved: SavedModel, tmp_path: Path) -> None:
     folder = llama(saved, tmp_path / "hf")
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"'notes\.txt', which is of no export"):
+    with pytest.raises(CheckpointError, match=r"'notes\.txt', which is not part of an export"):
         llama(saved, folder, replace=True)
     assert (folder / "notes.txt").read_text() == "mine"
 
@@ -345,7 +345,7 @@ def test_a_file_in_place_of_a_folder_and_the_reverse_are_named(saved: SavedModel
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file; name a folder"):
         llama(saved, tmp_path / "file", replace=True)
-    with pytest.raises(CheckpointError, match="named as a file is; name a folder"):
+    with pytest.raises(CheckpointError, match="has the name of a file; name a folder"):
         llama(saved, tmp_path / "new.safetensors")
     (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(CheckpointError, match="is a folder; name a file"):

@@ -159,16 +159,16 @@ class StoreConformance:
 
     @pytest.mark.parametrize("name", WRONG_NAMES)
     def test_a_name_that_is_none_is_refused_by_every_method(self, store: Store, name: str) -> None:
-        with pytest.raises(ValueError, match="no name"):
+        with pytest.raises(ValueError, match="not a valid name"):
             store.put_if_absent(name, b"x")
-        with pytest.raises(ValueError, match="no name"):
+        with pytest.raises(ValueError, match="not a valid name"):
             store.get(name, limit=10)
-        with pytest.raises(ValueError, match="no name"):
+        with pytest.raises(ValueError, match="not a valid name"):
             store.delete(name)
 
     @pytest.mark.parametrize("prefix", ["/", "../", "head/..", "head//", ".unfinished", "a b"])
     def test_a_prefix_that_no_name_has_is_refused(self, store: Store, prefix: str) -> None:
-        with pytest.raises(ValueError, match="no beginning"):
+        with pytest.raises(ValueError, match="not a valid prefix"):
             store.list_after(prefix)
 
     def test_it_passes_the_probe_which_leaves_nothing_behind(self, store: Store) -> None:

@@ -83,7 +83,7 @@ def test_the_hub_is_still_to_come(url: str) -> None:
         ("s3:///prefix", "names no bucket"),
         ("s3://bucket/x?versionId=secret", "no part after"),
         ("s3://bucket/x#secret", "no part after"),
-        ("nonsense://bucket", "nonsense: is no kind of store"),
+        ("nonsense://bucket", "nonsense: is not a kind of store"),
         ("abfs://user:secret@container/x", "put user and password into store_options"),
     ],
 )

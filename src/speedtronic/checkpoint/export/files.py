@@ -1,9 +1,9 @@
 """A checkpoint's weights for other programs: a plain safetensors file, or a Hugging Face folder of a Llama.
 
-Where the run kept an average of the weights (`optimizer.ema`), the average is exported, as it was evaluated.
+If the run kept an average of the weights (`optimizer.ema`), the average is exported, because it was evaluated.
 
-What is exported is written beside its place, flushed to the disk and renamed, so that it is there in full or not at
-all. One tensor at a time goes from the checkpoint to the copy, so that memory never holds more than a few of them.
+An export is written beside its place, flushed to the disk and renamed, so that it is complete or absent. Tensors go
+from the checkpoint to the copy one at a time, so that memory never holds more than a few of them.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from speedtronic.checkpoint.export.llama import MODEL_NAMES, llama_config, to_llama
-from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, Manifest, read_manifest
-from speedtronic.checkpoint.snapshot import check_files, stored_average
-from speedtronic.checkpoint.tree import decode
+from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest, reading
+from speedtronic.checkpoint.snapshot import check_files, read_trees, saved_parts, stored_average
 from speedtronic.config import ModelConfig
-from speedtronic.durable.files import FileSystem, ensure_directory, fill, read_small, reading, write_file
+from speedtronic.durable.files import FileSystem, fill, write_file
+from speedtronic.durable.folders import publish_folder, recover, temporary_beside
 from speedtronic.durable.tensor_file import (
     StoredTensor,
     TensorHeader,
@@ -45,20 +44,20 @@ _FOLDER_FILES = frozenset({WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENI
 
 
 class ExportError(SpeedtronicError):
-    """The export could not be written: the disk is full, failed, or is not ours to write to."""
+    """The export could not be written: the disk is full, failed, or may not be written to."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model in a checkpoint whose every byte was compared with its manifest.
+    """The model in a checkpoint. Every byte was compared with the manifest.
 
     Attributes:
         path: the checkpoint's folder.
         step: the global step.
-        header: of its file of weights, by the model's own names, tied ones once.
+        header: of its file of weights, with the model's own names, tied tensors once.
         config: the configuration in it, secrets hidden; None when it has none.
-        tokenizer: the `spec` of the run's tokenizer; None when it was trained on bare ids.
-        average: where the averaged weights are, by the same names; empty where the run kept no average.
+        tokenizer: the `spec` of the run's tokenizer; None when the run was trained on token ids alone.
+        average: where the averaged weights are, by the same names; empty if the run kept no average.
     """
 
     path: Path
@@ -69,13 +68,13 @@ class SavedModel:
     average: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """What is exported, tied tensors once: the averaged weights, and what has no average as it is."""
+        """The tensors to export, tied ones once: averaged weights, and unchanged what has no average."""
         own = self.header.stored(self.path / MODEL_TENSORS)
         return {name: self.average.get(name, tensor) for name, tensor in own.items()}
 
 
 class HuggingFaceTokenizer(NamedTuple):
-    """What a Hugging Face folder says of a tokenizer.
+    """A tokenizer as it is described in a Hugging Face folder.
 
     Attributes:
         json: the text of a `tokenizer.json`, or None when the tokenizer has no such form.
@@ -87,29 +86,27 @@ class HuggingFaceTokenizer(NamedTuple):
 
 
 def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: FileSystem | None = None) -> SavedModel:
-    """Verify a checkpoint and read what there is to know of its model, but not the weights yet.
+    """Verify a checkpoint and read everything about its model except the weights.
 
     Args:
-        checkpoint: its folder, by whatever name.
-        verify: False for one whose every byte was compared a moment ago.
+        checkpoint: its folder, which may have any name.
+        verify: False if every byte was just compared.
 
     Raises:
-        CheckpointError: it is damaged, or its model has something that is not a plain tensor, or its average is of
-            another model.
+        CheckpointError: it is damaged, or its model has something that is not a plain tensor, or its average does not
+            belong to its model.
     """
     fs, path = fs or FileSystem(), Path(checkpoint)
     with reading(path):
         manifest = read_manifest(fs, path)
         if verify:
             check_files(fs, path, manifest)
-        trees = _trees(fs, path, manifest)
-        with fs.open(path / MODEL_TENSORS) as file:
-            header = read_header(partial(fill, file), manifest.files[MODEL_TENSORS].size)
+        trees = read_trees(fs, path, manifest)
+        header = read_header(path / MODEL_TENSORS)
         _check_plain(trees.get("model"), header)
-        average = stored_average(fs, path, trees)
+        average = stored_average(path, trees)
         _check_average(average, header)
-        state = trees.get("state", {})
-        config, tokenizer = (decode(state.get(part), {}) for part in ("config", "tokenizer"))
+        config, tokenizer = saved_parts(trees, "config", "tokenizer")
     return SavedModel(path, manifest.step, header, config, tokenizer, average)
 
 
@@ -123,27 +120,28 @@ def export_safetensors(
 ) -> Path:
     """Write a plain safetensors file: the model's own names, each tied tensor once.
 
-    `safetensors.torch.load_model` loads it: its metadata gives the names that tied tensors have besides.
+    `safetensors.torch.load_model` loads it: the metadata names the other names of tied tensors.
 
     Args:
-        target: the file, when it ends in `.safetensors`; else a folder, in which it will be `model.safetensors`.
+        target: the file, if it ends in `.safetensors`; otherwise a folder, in which it will be `model.safetensors`.
         dtype: of the floating-point tensors; None leaves each as the model has it.
-        replace: whether a file that is there is replaced.
+        replace: whether to replace an existing file.
 
     Returns:
         The file.
 
     Raises:
         CheckpointError: there is something already, or a value is too large for `dtype`.
-        ExportError: it could not be written; nothing half-written is left.
+        ExportError: it could not be written; no partial file is left.
     """
     fs, path = fs or FileSystem(), Path(target).resolve()
     file = path if path.suffix == ".safetensors" else path / WEIGHTS
     metadata = {"format": "pt", "step": str(model.step), **model.header.metadata}
     names = {place.name: place.name for place in model.header.places}
     with _writing(file):
+        recover(fs, file)
         check_replaceable_file(file, replace)
-    with _writing(file), _beside(fs, file) as temporary:
+    with _writing(file), temporary_beside(fs, file) as temporary:
         write_file(fs, temporary, _stream(fs, model, names, metadata, dtype))
         fs.rename(temporary, file)
         fs.sync_directory(file.parent)
@@ -160,14 +158,14 @@ def export_llama(
     replace: bool = False,
     fs: FileSystem | None = None,
 ) -> Path:
-    """Write a Hugging Face folder of the reference transformer, which `transformers` loads as a Llama.
+    """Write a Hugging Face folder of the reference transformer. `transformers` loads it as a Llama.
 
     Args:
-        target: the folder. One that is there must be empty, or with `replace` hold a former export alone.
+        target: the folder. An existing one must be empty or, with `replace`, hold nothing but an earlier export.
         norm_eps: what the model adds to the mean square in every RMSNorm.
-        tokenizer: the run's; None when there is none.
+        tokenizer: that of the run; None when there is none.
         dtype: of the weights; None leaves them as the model has them.
-        replace: whether a former export is replaced.
+        replace: whether to replace an earlier export.
 
     Returns:
         The folder.
@@ -175,60 +173,50 @@ def export_llama(
     Raises:
         CheckpointError: the model is not the reference transformer, the folder cannot be replaced, or a value is too
             large for `dtype`.
-        ExportError: it could not be written; nothing half-written is left.
+        ExportError: it could not be written; no partial folder is left.
     """
     fs, folder = fs or FileSystem(), Path(target).resolve()
     with _writing(folder):
+        recover(fs, folder)
         _check_replaceable_folder(folder, replace)
     files = _llama_files(fs, model, norm_eps, tokenizer, dtype)
-    with _writing(folder), _beside(fs, folder) as temporary:
+    with _writing(folder), temporary_beside(fs, folder) as temporary:
         fs.make_directory(temporary)
         for name, chunks in files.items():
             write_file(fs, temporary / name, chunks)
-        fs.sync_directory(temporary)
-        _place(fs, temporary, folder)
+        publish_folder(fs, temporary, folder, replace=replace)
     return folder
 
 
-# ---------------------------------------------------------------------- what is in the checkpoint
-
-
-def _trees(fs: FileSystem, path: Path, manifest: Manifest) -> dict[str, Any]:
-    try:
-        trees = json.loads(read_small(fs, path / STATE_TREE, manifest.files[STATE_TREE].size))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{STATE_TREE} is malformed: {error}") from error
-    if not isinstance(trees, dict) or not all(isinstance(tree, dict) for tree in trees.values()):
-        raise CheckpointError(f"{STATE_TREE} does not hold a state")
-    return trees
+# ---------------------------------------------------------------------- checking the checkpoint
 
 
 def _check_plain(tree: Mapping[str, Any] | None, header: TensorHeader) -> None:
-    """Raise CheckpointError unless the model's state is a tensor for each name, and nothing else."""
+    """Raise CheckpointError unless the model's state has one tensor for each name, and nothing else."""
     if tree is None:
-        raise CheckpointError("there is no model in it")
+        raise CheckpointError("it has no model")
     names = {place.name for place in header.places}
-    odd = [
+    others = [
         name
         for name, value in tree.items()
         if value != {"$tensor": name if name in names else header.metadata.get(name)}
     ]
-    if odd:
+    if others:
         raise CheckpointError(
-            f"the model's state has more than real tensors under names of their own ({', '.join(odd[:5])}), which a "
-            f"plain file cannot hold; {MODEL_TENSORS} in the checkpoint holds the tensors alone"
+            f"the model's state has entries that are not real tensors under their own names ({', '.join(others[:5])}), "
+            f"which a plain file cannot hold; {MODEL_TENSORS} in the checkpoint holds the tensors alone"
         )
 
 
 def _check_average(average: Mapping[str, StoredTensor], header: TensorHeader) -> None:
     shapes = {place.name: place.shape for place in header.places}
-    strange = [
+    foreign = [
         name
         for name, stored in average.items()
         if shapes.get(header.metadata.get(name, name)) != stored.place.shape or not stored.place.dtype.is_floating_point
     ]
-    if strange:
-        raise CheckpointError(f"the averaged weights (optimizer.ema) are not those of its model: {strange[0]!r}")
+    if foreign:
+        raise CheckpointError(f"the averaged weights (optimizer.ema) are not those of its model: {foreign[0]!r}")
 
 
 # ---------------------------------------------------------------------- a Llama
@@ -243,13 +231,16 @@ def _llama_files(
 ) -> dict[str, Iterable[bytes | memoryview]]:
     section = _reference_section(model)
     places = model.header.places
+    dtypes = {_target_dtype(place, dtype) for place in places}
+    if len(dtypes) > 1:
+        raise CheckpointError("its weights are of several dtypes, and a Llama's are of one; choose it with --dtype")
     with reading(model.path):
         config = llama_config(
             section,
             {place.name: place.shape for place in places},
             norm_eps=norm_eps,
             token_id=tokenizer and tokenizer.separator_id,
-            dtype=_one_dtype(places, dtype),
+            dtype=str(dtypes.pop()).removeprefix("torch."),
         )
     token_ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     files: dict[str, Iterable[bytes | memoryview]] = {
@@ -277,16 +268,8 @@ def _reference_section(model: SavedModel) -> ModelConfig:
         raise CheckpointError(f"{model.path}: its configuration cannot be used: {error}") from error
 
 
-def _one_dtype(places: Iterable[TensorPlace], dtype: torch.dtype | None) -> str:
-    """The dtype of all weights, without `torch.` before it."""
-    kinds = {_target_dtype(place, dtype) for place in places}
-    if len(kinds) > 1:
-        raise CheckpointError("its weights are of several dtypes, and a Llama's are of one; choose it with --dtype")
-    return str(kinds.pop()).removeprefix("torch.")
-
-
 def _tokenizer_config(text: str, separator_id: int, model: ModelConfig) -> dict[str, Any]:
-    """The contents of `tokenizer_config.json`: take `tokenizer.json` as it is, not the tokenizer of a Llama."""
+    """The contents of `tokenizer_config.json`: use `tokenizer.json` as it is, and not the tokenizer of a Llama."""
     tokens = {token["id"]: token["content"] for token in json.loads(text)["added_tokens"]}
     separator = tokens[separator_id]
     return {
@@ -312,7 +295,7 @@ def _stream(
     metadata: Mapping[str, str],
     dtype: torch.dtype | None,
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file with these of the model's tensors, under new names."""
+    """The bytes of a safetensors file with the model's tensors under new names."""
     tensors = model.tensors()
     places = {names[place.name]: place for place in model.header.places}
     outlines = {
@@ -328,33 +311,31 @@ def _stream(
             file = files[stored.file]
             file.seek(stored.begin)
             tensor = read_tensor(partial(fill, file), stored.place)
-            yield bytes_of(_converted(tensor, own_name, outlines[name].dtype))
+            converted = tensor.to(outlines[name].dtype)
+            infinite = converted.isinf()
+            if infinite.any() and bool((infinite & ~tensor.isinf()).any()):
+                raise CheckpointError(
+                    f"{own_name} has values that are too large for {converted.dtype}; choose bfloat16 or float32"
+                )
+            yield bytes_of(converted)
 
 
 def _target_dtype(place: TensorPlace, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and place.dtype.is_floating_point else place.dtype
 
 
-def _converted(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    converted = tensor.to(dtype)
-    infinite = converted.isinf()
-    if infinite.any() and bool((infinite & ~tensor.isinf()).any()):
-        raise CheckpointError(f"{name} has values that are too large for {dtype}; choose bfloat16 or float32")
-    return converted
-
-
-# ---------------------------------------------------------------------- in place, or not at all
+# ---------------------------------------------------------------------- checking the target
 
 
 def _check_outside_checkpoints(target: Path) -> None:
-    """Raise CheckpointError where a checkpoint, this one or another, would be written to."""
+    """Raise CheckpointError if the target is inside a checkpoint, this one or another."""
     for folder in (target, *target.parents):
         if (folder / MANIFEST).is_file() and (folder / STATE_TREE).is_file():
             raise CheckpointError(f"{target} is inside the checkpoint {folder.name}; name another place")
 
 
 def check_replaceable_file(file: Path, replace: bool) -> None:
-    """Raise CheckpointError unless nothing of worth is lost with what is there."""
+    """Raise CheckpointError unless the file may be written without losing something."""
     _check_outside_checkpoints(file)
     if file.is_dir():
         raise CheckpointError(f"{file} is a folder; name a file")
@@ -363,10 +344,10 @@ def check_replaceable_file(file: Path, replace: bool) -> None:
 
 
 def _check_replaceable_folder(folder: Path, replace: bool) -> None:
-    """Raise CheckpointError unless nothing of worth is lost with what is there."""
+    """Raise CheckpointError unless the folder may be written without losing something."""
     _check_outside_checkpoints(folder)
     if folder.suffix == ".safetensors":
-        raise CheckpointError(f"{folder} is named as a file is; name a folder")
+        raise CheckpointError(f"{folder} has the name of a file; name a folder")
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -374,49 +355,9 @@ def _check_replaceable_folder(folder: Path, replace: bool) -> None:
     there = sorted(path.name for path in folder.iterdir())
     foreign = [name for name in there if name not in _FOLDER_FILES]
     if foreign:
-        raise CheckpointError(f"{folder} holds {foreign[0]!r}, which is of no export; name another folder")
+        raise CheckpointError(f"{folder} holds {foreign[0]!r}, which is not part of an export; name another folder")
     if there and not replace:
         raise CheckpointError(f"{folder} holds an export already; --force replaces it")
-
-
-@contextmanager
-def _beside(fs: FileSystem, target: Path) -> Iterator[Path]:
-    """A path beside the target, where nothing is left unless the block gives it another name."""
-    ensure_directory(fs, target.parent)
-    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    _remove(fs, temporary)
-    try:
-        yield temporary
-    except BaseException:  # an interrupt too leaves nothing half-written; it is raised on
-        with suppress(OSError):
-            _remove(fs, temporary)
-        raise
-
-
-def _place(fs: FileSystem, temporary: Path, folder: Path) -> None:
-    """Give a finished folder its name. What had it goes only then, and comes back should that fail."""
-    former = folder.with_name(f".tmp-removed-{folder.name}-{os.getpid()}")
-    _remove(fs, former)
-    replaces = folder.exists()
-    if replaces:
-        fs.rename(folder, former)
-    try:
-        fs.rename(temporary, folder)
-        fs.sync_directory(folder.parent)
-    except BaseException:  # an interrupt too; it is raised on
-        if not temporary.exists():
-            fs.rename(folder, temporary)
-        if replaces:
-            fs.rename(former, folder)
-        raise
-    _remove(fs, former)
-
-
-def _remove(fs: FileSystem, path: Path) -> None:
-    if path.is_dir():
-        fs.remove_tree(path)
-    elif path.exists():
-        fs.remove_file(path)
 
 
 @contextmanager

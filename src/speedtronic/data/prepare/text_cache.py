@@ -1,0 +1,74 @@
+"""A cache of encoded text, for tokenizers that cannot read a text file at any position."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from speedtronic.data.prepare.encode import UNIT_BYTES
+from speedtronic.data.prepare.sources import text_file
+from speedtronic.data.shard_writer import ShardWriter
+from speedtronic.data.shards import ShardSet
+from speedtronic.data.text import check_text_file, read_pieces
+from speedtronic.data.tokenizers.base import Tokenizer, encode_texts, spec_fingerprint
+from speedtronic.data.tokenizers.chunking import cut_rule
+from speedtronic.durable.files import FileSystem
+from speedtronic.durable.folders import recover
+from speedtronic.errors import DataError
+
+
+def cache_folder() -> Path:
+    """$SPEEDTRONIC_CACHE, else $XDG_CACHE_HOME/speedtronic, else ~/.cache/speedtronic."""
+    if own := os.environ.get("SPEEDTRONIC_CACHE"):
+        return Path(own)
+    if general := os.environ.get("XDG_CACHE_HOME"):
+        return Path(general) / "speedtronic"
+    return Path.home() / ".cache" / "speedtronic"
+
+
+def cached_tokens(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
+    """The tokens of a text file. It is encoded once, as one text, and found again by content and tokenizer.
+
+    The file is streamed in pieces of `unit_bytes`, unless the tokenizer allows no cut.
+
+    Raises:
+        DataError: the file cannot be used, is not UTF-8, does not fit the tokenizer, or the cache is not
+            writable.
+    """
+    check_text_file(path)
+    content = hashlib.sha256()
+    for piece in read_pieces(path):
+        content.update(piece)
+    key = hashlib.sha256(f"{content.hexdigest()}:{spec_fingerprint(tokenizer.spec())}".encode()).hexdigest()
+    folder = cache_folder() / f"text-{key[:32]}"
+    try:
+        if folder.exists():
+            try:
+                return ShardSet(folder)
+            except DataError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise  # it cannot be read, but it may be sound
+                # Nothing else writes here: a damaged entry is worth no more than a missing one.
+                shutil.rmtree(folder)
+        _encode(path, tokenizer, folder, unit_bytes)
+        return ShardSet(folder)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep the encoded text of {path} in {folder.parent}: {error}; "
+            f"set SPEEDTRONIC_CACHE to a folder that can be written"
+        ) from error
+
+
+def _encode(path: Path, tokenizer: Tokenizer, folder: Path, unit_bytes: int) -> None:
+    recover(FileSystem(), folder)
+    try:
+        with ShardWriter(folder, tokenizer=tokenizer) as writer:
+            for chunk, _ in text_file(path, path.name).chunks(0, unit_bytes, cut_rule(tokenizer)):
+                for ids in encode_texts(tokenizer, chunk.texts(chunk.raw())):
+                    writer.write(ids)
+    except OSError:
+        # Another process may have published the same entry in the meantime.
+        if not folder.exists():
+            raise
