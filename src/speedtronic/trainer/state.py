@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from speedtronic.data import BatchStream
 from speedtronic.errors import CheckpointError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
-from speedtronic.precision import PrecisionPlan
+from speedtronic.precision import PrecisionPlan, make_grad_scaler
 from speedtronic.trainer.ema import WeightAverage
 from speedtronic.trainer.reporting import Counters
 from speedtronic.trainer.sync import SyncCoordinator
@@ -37,40 +36,40 @@ class Run(Protocol):
     step: int
 
 
-@dataclass
 class TrainerState:
     """The rest of what a checkpoint holds, and the checkpoint's tree of both.
 
     Attributes:
         batches: the stream of batches, which knows its position.
-        metadata: more entries for the checkpoints.
         counters: cumulative samples and tokens.
         average: the average of the weights; None without `optimizer.ema`, and before it starts.
-        scaler: the state of the gradient scaler between two calls of `fit`, each of which makes a new scaler.
+        scaler: the state of the gradient scaler between two calls of `fit`.
         coordinator: the saved state that the next `fit` gives to the coordinator.
     """
 
-    batches: BatchStream
-    metadata: Mapping[str, Any]
-    counters: Counters
-    average: WeightAverage | None = None
-    scaler: dict[str, Any] | None = None
-    coordinator: dict[str, Any] | None = None
+    def __init__(self, dataloader: Any, metadata: Mapping[str, Any], *, warn: Callable[[str], None]) -> None:
+        self._metadata = dict(metadata)
+        self.batches = BatchStream(dataloader, capture_rng=capture_rng_state, restore_rng=restore_rng_state, warn=warn)
+        self.counters = Counters()
+        self.average: WeightAverage | None = None
+        self.scaler: dict[str, Any] | None = None
+        self.coordinator: dict[str, Any] | None = None
+
+    def new_scaler(self, plan: PrecisionPlan) -> torch.amp.GradScaler:
+        """A gradient scaler that continues from the state of the one before it."""
+        scaler = make_grad_scaler(plan)
+        if self.scaler:
+            scaler.load_state_dict(self.scaler)
+        self.scaler = None
+        return scaler
 
     def tree(
         self, run: Run, *, scaler: dict[str, Any] | None, loss: float | None, eval_loss: float | None
     ) -> dict[str, Any]:
-        """Everything that a resumed run needs, as a tree that a `CheckpointManager` can save.
-
-        Args:
-            run: the trainer.
-            scaler: the state of its gradient scaler, if any.
-            loss: of the last update; for information, and to tell which checkpoint is best.
-            eval_loss: of the weights of now, if they were evaluated.
-        """
+        """What `Trainer.state_dict` returns. `scaler` and the losses are those of the `fit` that is running, if any."""
         coordinator = run.coordinator.state_dict() if run.coordinator is not None else None
         return {
-            **self.metadata,
+            **self._metadata,
             "step": run.step,
             "samples": self.counters.samples,
             "tokens": self.counters.tokens,
@@ -88,12 +87,7 @@ class TrainerState:
         }
 
     def load(self, run: Run, state: Mapping[str, Any]) -> None:
-        """Load a tree. A part that it lacks stays as it is, besides model, optimizer and counters, which it must have.
-
-        Raises:
-            CheckpointError: the state does not fit this model, optimizer or data; the tensors are named.
-            ConfigError: `optimizer.ema` is on and the model cannot be copied.
-        """
+        """What `Trainer.resume` does."""
         run.model.to(run.device)
         model = unwrapped(run.model)
         load_model(model, state["model"])

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
+from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ScalerOverflowError
 from speedtronic.metrics import MetricLogger
+from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
 from speedtronic.trainer.compile import Compilation, is_out_of_memory
 from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
@@ -42,16 +44,12 @@ class Updater:
     """Runs the updates of one `fit`.
 
     Args:
-        model: the module that is not compiled.
-        compilation: its compiled twin, if any.
+        model: the module that is not compiled; `compilation` has the compiled one, if any.
         forward: `forward(model, batch)` gives the scalar mean loss of a batch on the device.
         move_batch: copies a batch to the device.
         optimizer: applies the updates. Its `step` is looked up each time, so that it can be wrapped.
         scaler: scales losses under float16; disabled otherwise.
-        guard: keeps updates that are not finite away from the model.
-        by_tokens: whether every target counts alike in the loss, or every micro batch.
-        max_norm: gradients are clipped to it; None does not clip.
-        group: the processes that share the update.
+        config: how the loss is normalised, gradients are clipped, and updates that are not finite are treated.
         logger: receives the event of an overflow.
     """
 
@@ -64,22 +62,20 @@ class Updater:
         move_batch: Callable[[Any], Any],
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
-        guard: NonFiniteGuard,
-        by_tokens: bool,
-        max_norm: float | None,
         group: Group,
+        config: SpeedtronicConfig,
         logger: MetricLogger,
     ) -> None:
         self.scaler = scaler
-        self.guard = guard
+        self.guard = NonFiniteGuard(config.run.on_nonfinite, optimizer, unwrapped(model))
         self._model = model
         self._compilation = compilation
         self._forward = forward
         self._move_batch = move_batch
         self._optimizer = optimizer
-        self._by_tokens = by_tokens
-        self._max_norm = max_norm
         self._group = group
+        self._by_tokens = config.data.loss_normalization == "tokens"
+        self._max_norm = config.optimizer.grad_clip
         self._logger = logger
         self._scale = scaler.get_scale() if scaler.is_enabled() else 1.0
         self._overflows = 0

@@ -42,7 +42,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def flop_utilisation(
-    model: nn.Module, *, device: torch.device, dtype: torch.dtype, sequence_length: int | None
+    model: nn.Module, device: torch.device, dtype: torch.dtype, sequence_length: int | None
 ) -> Callable[[float], float] | None:
     """From tokens per second to model FLOP utilisation; None where the peak or the length is unknown."""
     peak = device_peak_flops(device, dtype)

@@ -1,7 +1,6 @@
 """The training loop.
 
-`Trainer.fit` is the page to read first. What it calls follows in the order of the calls. The update itself is in
-`step.py`.
+`Trainer.fit` is the page to read first; what it calls follows in order. The update of the weights is in `step.py`.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from speedtronic.checkpoint import CheckpointManager, RunLock, capture_rng_state, check, restore_rng_state
+from speedtronic.checkpoint import CheckpointManager, RunLock, check
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data import BatchStream
-from speedtronic.errors import ConfigError, NonFiniteError
+from speedtronic.errors import ConfigError
 from speedtronic.metrics import MetricLogger
-from speedtronic.model.wrappers import unwrapped
-from speedtronic.precision import PrecisionPlan, make_grad_scaler, resolve_device, resolve_precision
+from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.ranks import Group, SingleProcess
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
 from speedtronic.trainer.compile import Compilation
 from speedtronic.trainer.forward import Forward, batch_size_and_tokens, move_batch
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
 from speedtronic.trainer.loss import LossFunction, align_labels
-from speedtronic.trainer.nonfinite import NonFiniteGuard
+from speedtronic.trainer.nonfinite import nonfinite_error
 from speedtronic.trainer.readback import Numbers, Readback, Update
-from speedtronic.trainer.reporting import Counters, StepReporter
+from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.result import TrainResult
 from speedtronic.trainer.saving import CheckpointSaver
 from speedtronic.trainer.signals import SignalWatch
@@ -52,6 +49,7 @@ class Evaluator(Protocol):
 class _Fit:
     """What one call of `fit` works with."""
 
+    first_step: int
     target: int
     updater: Updater
     readback: Readback
@@ -61,12 +59,6 @@ class _Fit:
     signals: SignalWatch
     evaluated_at: int | None = None
     eval_loss: float | None = None
-    skipped_ahead: bool = False
-
-    @property
-    def made_progress(self) -> bool:
-        """Whether steps were trained, or skipped because they were trained before."""
-        return self.skipped_ahead or bool(self.reporter.records)
 
     def wants_more(self, step: int) -> bool:
         return step < self.target and self.signals.received is None
@@ -91,9 +83,8 @@ class Trainer:
         max_steps: default target of `fit`; `config.data.max_steps` or `config.run.max_steps` without it.
         start_step: the global step at which counting begins.
         loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not.
-        evaluator: called at the cadence of `config.eval`, with the model, or with the one with the averaged weights
-            where `config.optimizer.ema` keeps an average, and with a function that says whether the run is being
-            interrupted.
+        evaluator: called at the cadence of `config.eval` with the model, or with the averaged model where
+            `config.optimizer.ema` keeps one, and with a function that says whether the run is being interrupted.
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints always does.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
         shape_report: the result of an earlier startup shape validation; without it `fit` validates.
@@ -142,10 +133,7 @@ class Trainer:
         self._group: Group = SingleProcess()
         self._evaluator = evaluator
         self._lock_directory = lock_directory
-        batches = BatchStream(
-            dataloader, capture_rng=capture_rng_state, restore_rng=restore_rng_state, warn=self.logger.warning
-        )
-        self._state = TrainerState(batches, metadata=dict(metadata or {}), counters=Counters())
+        self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
         self._fit: _Fit | None = None
         if self.config.gradient_checkpointing:
@@ -204,12 +192,10 @@ class Trainer:
 
     def _begin(self, max_steps: int | None, stack: ExitStack) -> _Fit:
         """Lock the folders, put the model on the device, and build what this call of `fit` needs."""
-        requested = max_steps if max_steps is not None else self.max_steps
-        if requested is None:
-            requested = self.config.data.max_steps or self.config.run.max_steps
+        configured = self.config.data.max_steps or self.config.run.max_steps
+        requested = next(steps for steps in (max_steps, self.max_steps, configured) if steps is not None)
         if requested <= 0:
             raise ConfigError(f"max_steps must be positive, not {requested}")
-
         manager = self.checkpoint_manager
         checkpoints = manager.directory if manager is not None and manager.enabled else None
         for folder in (self._lock_directory, checkpoints):
@@ -217,22 +203,17 @@ class Trainer:
                 stack.enter_context(RunLock(folder))
         self.model.to(self.device)
         self.model.train()
-        scaler = make_grad_scaler(self.precision)
-        if self._state.scaler:
-            scaler.load_state_dict(self._state.scaler)
-        self._state.scaler = None
+        scaler = self._state.new_scaler(self.precision)
         self.optimizer.zero_grad(set_to_none=True)
-
         saver = None
         if manager is not None and manager.enabled:
             # A state that a checkpoint cannot hold is an error now, and not at the first save hours later.
             check(self.state_dict())
             saver = CheckpointSaver(manager, self.logger, background=self.config.checkpoint.background)
             stack.callback(saver.close)
-        utilisation = flop_utilisation(
-            self.model, device=self.device, dtype=self.precision.dtype, sequence_length=self.config.data.block_size
-        )
-        fit = _Fit(
+        utilisation = flop_utilisation(self.model, self.device, self.precision.dtype, self.config.data.block_size)
+        self._fit = fit = _Fit(
+            first_step=self.step,
             target=max(self.step, requested),
             updater=Updater(
                 self.model,
@@ -241,10 +222,8 @@ class Trainer:
                 move_batch=self._move_batch,
                 optimizer=self.optimizer,
                 scaler=scaler,
-                guard=NonFiniteGuard(self.config.run.on_nonfinite, self.optimizer, unwrapped(self.model)),
-                by_tokens=self.config.data.loss_normalization == "tokens",
-                max_norm=self.config.optimizer.grad_clip,
                 group=self._group,
+                config=self.config,
                 logger=self.logger,
             ),
             # A user's own logger may have no cadence; then every step is logged.
@@ -254,7 +233,6 @@ class Trainer:
             coordinator=with_defaults(self.coordinator, self.config) if self.coordinator is not None else None,
             signals=stack.enter_context(SignalWatch()),
         )
-        self._fit = fit
         stack.callback(self._leave)
         return fit
 
@@ -316,16 +294,16 @@ class Trainer:
             return False
 
         # The update is done. Advance the schedule, the step, the coordinator and the average of the weights.
-        lr_applied = self._learning_rate()
+        group = self.optimizer.param_groups[0]
+        lr_applied = float(group["lr"])
         if self.scheduler is not None:
             self.scheduler.step()
         self.step += 1
         sizes = [self._batch_size_and_tokens(batch) for batch in batches]
         samples, tokens = sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)
-        if fit.coordinator is not None:
-            fit.coordinator.count(samples, tokens)
-            exchanged = fit.coordinator.after_optimizer_step(self.model, self.step)
-            if exchanged and fit.coordinator.reset_inner_optimizer:
+        if (coordinator := fit.coordinator) is not None:
+            coordinator.count(samples, tokens)
+            if coordinator.after_optimizer_step(self.model, self.step) and coordinator.reset_inner_optimizer:
                 self.optimizer.state.clear()
         if self._state.average is not None:
             # Of the weights that the next update starts from, which the coordinator may have replaced just now.
@@ -333,7 +311,7 @@ class Trainer:
 
         update = Update(
             step=self.step,
-            lr=self._learning_rate(),
+            lr=float(group["lr"]),
             lr_applied=lr_applied,
             samples=samples,
             tokens=tokens,
@@ -352,9 +330,6 @@ class Trainer:
 
     _batch_size_and_tokens = staticmethod(batch_size_and_tokens)
 
-    def _learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
     def _skip_finished_work(self, fit: _Fit) -> None:
         """Skip the work that the coordinator knows to be done: its data, its steps, its learning rates."""
         position = fit.coordinator.continue_at() if fit.coordinator is not None else None
@@ -367,7 +342,6 @@ class Trainer:
         self._state.batches.skip(steps * self.config.accumulation_steps)
         move_schedule(self.optimizer, self.scheduler, steps)
         self.step = position.step
-        fit.skipped_ahead = True
         fit.reporter.move_to(position.samples, position.tokens)
 
     # ------------------------------------------------------------------ after a step
@@ -391,12 +365,7 @@ class Trainer:
         # By now the loop may have counted later updates too. None of them was applied, so none is counted.
         move_schedule(self.optimizer, self.scheduler, step - 1 - self.step)
         self.step = step - 1
-        raise NonFiniteError(
-            f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; the weights are those of the step "
-            "before. Lower the learning rate, set optimizer.grad_clip, or look at the data; run.on_nonfinite: skip "
-            "leaves such updates out",
-            step=step,
-        )
+        raise nonfinite_error(step, loss=loss, norm=norm)
 
     def _evaluate_and_save_if_due(self, fit: _Fit) -> None:
         """Evaluate first, so that a checkpoint of this step has its loss. It is written even if that fails."""
@@ -443,11 +412,12 @@ class Trainer:
         """Evaluate and save a last time, and say what the run came to."""
         self._settle()
         self._hand_over(fit)
+        made_progress = self.step > fit.first_step
         try:
-            if self.config.eval.at_end and fit.made_progress and fit.signals.received is None:
+            if self.config.eval.at_end and made_progress and fit.signals.received is None:
                 self._evaluate(fit)
         finally:
-            if fit.saver is not None and fit.made_progress:
+            if fit.saver is not None and made_progress:
                 self._save(fit.saver)
                 fit.saver.wait()
         if (signal := fit.signals.received) is not None:
