@@ -13,7 +13,7 @@ import pytest
 
 from speedtronic.cli import configuration, main
 from speedtronic.cli.output import CountingFileSystem, age, counted, sigterm_unwinds, write_facts, write_table
-from speedtronic.errors import CheckpointError
+from speedtronic.durable.files import DamagedFileError
 
 # ---------------------------------------------------------------------- the standard output
 
@@ -174,7 +174,7 @@ def test_every_byte_that_is_read_is_counted(tmp_path: Path) -> None:
 
 def test_what_is_no_plain_file_is_refused_as_ever(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="not a plain file"):
+    with pytest.raises(DamagedFileError, match="not a plain file"):
         CountingFileSystem(lambda count: None).open(tmp_path / "link")
 
 

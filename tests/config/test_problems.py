@@ -81,19 +81,19 @@ def test_values_are_named_as_yaml_names_them(value: object, words: str) -> None:
             "unknown key; did you mean checkpoint.every_steps, logging.every_steps or eval.every_steps?",
         ),
         ("run.zzz", "unknown key"),
-        ("distributed.cache_dir", "is gone since 2.0: use distributed.state_dir"),
+        ("distributed.cache_dir", "was removed after 2.0: use distributed.state_dir"),
         (
             "distributed.collaborators",
-            "is gone since 2.0: the nodes are those whose deltas lie under `in/` in the store; "
+            "was removed after 2.0: the nodes are those whose deltas lie under `in/` in the store; "
             "set distributed.expected_nodes to say how many there should be",
         ),
         (
             "distributed.delta_upload_queue_size",
-            "is gone since 2.0: the spool holds one delta; no size is needed",
+            "was removed after 2.0: the spool holds one delta; no size is needed",
         ),
         (
             "distributed.delta_upload_overflow",
-            "is gone since 2.0: a boundary that meets a full spool skips, and the next delta is cumulative; "
+            "was removed after 2.0: a boundary that meets a full spool skips, and the next delta is cumulative; "
             "no policy is needed",
         ),
     ],

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from speedtronic.config import (
     load_yaml_config,
 )
 from speedtronic.config.base import Section
+from speedtronic.durable.files import FileSystem
 
 
 def test_config_is_speedtronic_config() -> None:
@@ -360,7 +360,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monk
     def refuse(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(FileSystem, "rename", refuse)
     with pytest.raises(OSError, match="disk full"):
         SpeedtronicConfig(name="new").save(target)
     monkeypatch.undo()

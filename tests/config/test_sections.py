@@ -432,7 +432,7 @@ def test_all_problems_of_a_section_come_at_once() -> None:
             (
                 DataConfig,
                 {"document_mask": True, **source},
-                "data.document_mask: needs data.shards: no other source of data knows where documents begin",
+                "data.document_mask: needs data.shards: no other source of data knows where documents start",
             )
             for source in ({}, {"text_path": "a.txt"}, {"shards": "b", "dataset": "my_pkg.data:build"})
         ],
@@ -441,7 +441,7 @@ def test_all_problems_of_a_section_come_at_once() -> None:
             (
                 OptimizerConfig,
                 {"name": name, "cautious_rescale": True},
-                "optimizer.cautious_rescale: needs optimizer.cautious: true; there is no other update to scale",
+                "optimizer.cautious_rescale: needs optimizer.cautious: true; only a cautious update is rescaled",
             )
             for name in ("adamw", "muon")
         ],

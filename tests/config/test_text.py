@@ -83,7 +83,7 @@ def test_json_may_be_indented_with_tabs() -> None:
         ("a: !!float x\n", "f:1: a: cannot be read as float"),
         ("a: !!binary x\n", "f:1: a: the tag tag:yaml.org,2002:binary is not read; write a plain value"),
         (f"a: {'9' * 5000}\n", "f:1: a: cannot be read as int"),
-        ("a: &x [1, *x]\n", "f:1: a[1]: an alias refers to what contains it"),
+        ("a: &x [1, *x]\n", "f:1: a[1]: an alias refers to a value that contains it"),
         ("[a, b]: 1\n", "f:1: a key must be text"),
         ('a: "\\ud83d"\n', "f:1: a: cannot be read as str"),
     ],
@@ -128,5 +128,5 @@ def test_yaml_is_written_in_blocks_and_in_order() -> None:
 
 def test_aliases_of_aliases_end_before_they_fill_the_memory() -> None:
     levels = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 10)]
-    with pytest.raises(ConfigError, match=r"^f: holds more than 100,000 values"):
+    with pytest.raises(ConfigError, match=r"^f: has more than 100,000 values"):
         parse("\n".join(["a0: &a0 x", *levels]), "f")

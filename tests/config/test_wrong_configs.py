@@ -29,7 +29,7 @@ WRONG = {
     ),
     "key gone since 2.0": (
         "distributed:\n  enabled: false\n  cache_dir: x\n",
-        ":3: distributed.cache_dir: is gone since 2.0: use distributed.state_dir",
+        ":3: distributed.cache_dir: was removed after 2.0: use distributed.state_dir",
     ),
     "text for a switch": (
         "compile: 'false'\n",
@@ -97,7 +97,7 @@ WRONG = {
     ),
     "cautious_rescale without cautious": (
         "optimizer:\n  cautious_rescale: true\n",
-        ":2: optimizer.cautious_rescale: needs optimizer.cautious: true; there is no other update to scale",
+        ":2: optimizer.cautious_rescale: needs optimizer.cautious: true; only a cautious update is rescaled",
     ),
     "shorthand that contradicts its section": (
         "run:\n  max_steps: 10\nmax_steps: 20\n",

@@ -14,10 +14,13 @@ from speedtronic.config.secrets import redacted_under
 class Section(BaseModel):
     """A part of the configuration.
 
-    Types are strict: nothing is coerced but an integer where a number is wanted. Unknown keys and wrong
+    Types are strict: nothing is coerced, except an integer where a number is expected. Unknown keys and wrong
     values raise one `ConfigError` that lists every problem, at construction and at assignment. Contradictions
-    between keys are looked for at construction and by `SpeedtronicConfig.validate`, not at assignment, so
+    between keys are checked at construction and by `SpeedtronicConfig.validate`, not at assignment, so
     that keys which depend on each other can be edited one after the other.
+
+    A key may follow another one: without a value of its own it takes the value of the other (`data.seed` that of
+    `run.seed`). `following` names these keys, and `resolve` sets them.
     """
 
     model_config = ConfigDict(
@@ -43,6 +46,7 @@ class Section(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             problems = problems_of(error, self.path(), self.known_keys)
+        # Contradictions are looked for among the sound values, so that one mistake is reported once.
         wrong = {problem.path[len(self.path())] for problem in problems}
         sound = {key: value for key, value in (self.defaults() | values).items() if key not in wrong}
         problems += [Problem(self.path(key), message) for key, message in self.contradictions(sound)]
@@ -57,21 +61,21 @@ class Section(BaseModel):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The default of each key, before what follows other keys is resolved."""
+        """The default of each key, before the keys that follow others are resolved."""
         return {key: field.get_default(call_default_factory=True) for key, field in cls.model_fields.items()}
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Keys whose values exclude each other, with a message; `values` lacks the keys that are wrong."""
+        """Keys whose values exclude each other, with a message. `values` has only the keys that are right."""
         return iter(())
 
     def resolve(self) -> None:
-        """Give the keys that follow others of this section their values, unless they were given."""
+        """Set the keys that follow others of this section, unless they were given."""
 
     def follow(self, key: str, value: object) -> None:
-        """Set `key` to `value` unless a value of its own was given; it stays a key that was not given."""
+        """Set `key` to `value` unless it was given. It still counts as not given afterwards."""
         if self.follows(key):
-            # Past pydantic's own assignment, which would count the key as given from now on.
+            # Not by pydantic's own assignment, which would count the key as given from now on.
             self.__dict__[key] = value
             self.model_fields_set.discard(key)
 
@@ -95,21 +99,19 @@ class Section(BaseModel):
             yield key, redacted_under(key or "", value)
 
     def plain(self) -> dict[str, Any]:
-        """The values as dicts, lists, strings, numbers, bools and None. Secrets are in it, in the clear."""
+        """The values as dicts, lists, strings, numbers, bools and None. Secrets are in it as plain text."""
         return {key: _plain(value) for key, value in self}
 
     def given(self) -> dict[str, Any]:
-        """The plain values that were given or changed: all but defaults and what follows other keys."""
+        """The plain values that were given or changed: all but defaults and keys that follow others."""
         defaults = self.defaults()
+        # pydantic knows which keys were set, but not that a list or mapping was changed in place. So a value that is
+        # not the default counts as given too, unless it may come from another key.
         return {
             key: value.given() if isinstance(value, Section) else _plain(value)
             for key, value in self
-            if self._is_given(key, value, defaults[key])
+            if not self.follows(key) or (key not in self.following and value != defaults[key])
         }
-
-    def _is_given(self, key: str, value: Any, default: Any) -> bool:
-        # A list or mapping that was changed in place does not count as set.
-        return not self.follows(key) or (key not in self.following and value != default)
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""From files, text, mappings and `section.key=value` arguments to one tree that knows its places."""
+"""From files, text, mappings and `section.key=value` arguments to one tree that knows where each key was given."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from speedtronic.config.base import Section
 from speedtronic.config.problems import Path, Place, Problem, in_words
 from speedtronic.config.shorthands import full_path, in_full
-from speedtronic.config.text import Parsed, parse
+from speedtronic.config.text import parse
 from speedtronic.errors import ConfigError
 
 _COMMAND_LINE = "command line"
@@ -21,7 +22,7 @@ _STARTS_LIKE_TEXT = re.compile(r"\s*(\{|[\w.-]+\s*:(\s|$))")
 
 @dataclass
 class Gathered:
-    """A configuration in full form, not yet checked, with the place of each key and what is wrong already."""
+    """A configuration in full form, not yet checked, with the place of each key and the problems found so far."""
 
     tree: dict[str, Any]
     places: dict[Path, Place] = field(default_factory=dict)
@@ -29,31 +30,28 @@ class Gathered:
     source: Place | None = None
 
     def located(self, problems: Iterable[Problem]) -> list[Problem]:
-        """The problems in order of place; one of a key that was not given stands at its section."""
-        placed = [replace(problem, place=problem.place or self._place(problem.path)) for problem in problems]
-        return sorted(placed, key=_by_line)
+        """The problems with their places, in order of line. A key that was not given has the place of its section."""
 
-    def _place(self, path: Path) -> Place | None:
-        path = full_path(path)
-        above = (path[:length] for length in range(len(path), 0, -1))
-        return next((self.places[key] for key in above if key in self.places), self.source)
+        def place(path: Path) -> Place | None:
+            path = full_path(path)
+            above = (path[:length] for length in range(len(path), 0, -1))
+            return next((self.places[key] for key in above if key in self.places), self.source)
 
-
-def _by_line(problem: Problem) -> tuple[bool, int]:
-    line = problem.place.line if problem.place else None
-    return (line is None, line or 0)
+        placed = [replace(problem, place=problem.place or place(problem.path)) for problem in problems]
+        # A problem without a line, such as one of the command line, comes last.
+        return sorted(placed, key=lambda problem: (problem.place and problem.place.line) or math.inf)
 
 
 def gather(source: object, overrides: Sequence[str], sections: Mapping[str, type[Section]]) -> Gathered:
-    """Read a source and lay overrides over it.
+    """Read a source and apply overrides to it.
 
     Args:
         source: path of a file, text, a mapping, or a whole configuration.
-        overrides: `section.key=value` strings; a later one goes before an earlier one.
+        overrides: `section.key=value` strings; a later one wins over an earlier one.
         sections: the class of each section.
 
     Raises:
-        ConfigError: there is nothing to check, because the source or an override cannot be read at all.
+        ConfigError: the source or an override cannot be read at all, so there is nothing to check.
     """
     gathered = _read(source, sections)
     for text in overrides:
@@ -67,18 +65,27 @@ def _read(source: object, sections: Mapping[str, type[Section]]) -> Gathered:
     if isinstance(source, Mapping):
         tree, problems = in_full(source, sections)
         return Gathered(tree, problems=problems)
-    if isinstance(source, str) and ("\n" in source or _is_text(source)):
-        return _in_full(parse(source, "<string>"), "<string>", sections)
-    if isinstance(source, str | os.PathLike):
+
+    # A string is YAML or JSON text, or the path of a file. A file that exists is a file, whatever its name looks like.
+    if isinstance(source, str) and (
+        "\n" in source or (_STARTS_LIKE_TEXT.match(source) is not None and not os.path.exists(source))
+    ):
+        name, text = "<string>", source
+    elif isinstance(source, str | os.PathLike):
         name = os.fspath(source)
-        return _in_full(parse(_file_text(name), name), name, sections)
-    raise ConfigError(
-        f"cannot load a configuration from {in_words(source)}; give a path, YAML or JSON text, or a mapping"
-    )
+        text = _file_text(name)
+    else:
+        raise ConfigError(
+            f"cannot load a configuration from {in_words(source)}; give a path, YAML or JSON text, or a mapping"
+        )
 
-
-def _is_text(source: str) -> bool:
-    return _STARTS_LIKE_TEXT.match(source) is not None and not os.path.exists(source)
+    parsed = parse(text, name)
+    data = {} if parsed.data is None else parsed.data
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name}: the top level must be a mapping of sections, not {in_words(data)}")
+    tree, problems = in_full(data, sections)
+    places = {full_path(path): place for path, place in parsed.places.items()}
+    return Gathered(tree, places, _under_full_paths(parsed.problems) + problems, Place(name))
 
 
 def _file_text(name: str) -> str:
@@ -96,44 +103,34 @@ def _file_text(name: str) -> str:
         raise ConfigError(f"{name}: cannot be read: {reason}") from None
 
 
-def _in_full(parsed: Parsed, source: str, sections: Mapping[str, type[Section]]) -> Gathered:
-    data = {} if parsed.data is None else parsed.data
-    if not isinstance(data, dict):
-        raise ConfigError(f"{source}: the top level must be a mapping of sections, not {in_words(data)}")
-    tree, problems = in_full(data, sections)
-    places = {full_path(path): place for path, place in parsed.places.items()}
-    return Gathered(tree, places, _under_full_paths(parsed.problems) + problems, Place(source))
-
-
-def _under_full_paths(problems: Iterable[Problem]) -> list[Problem]:
-    return [replace(problem, path=full_path(problem.path)) for problem in problems]
-
-
 def _override(gathered: Gathered, text: str, sections: Mapping[str, type[Section]]) -> None:
     key, equals, value = text.partition("=")
     path: Path = tuple(key.split("."))
     if not equals or not all(path):
         raise ConfigError(f"{_COMMAND_LINE}: {key!r}: write section.key=value")
     parsed = parse(value, f"{_COMMAND_LINE}: {key}", at=path, numbered=False)
-    tree, problems = in_full(_nested(path, parsed.data), sections)
+
+    # A tree of its own with this one value, so that shorthands mean the same as in a file.
+    nested: Any = parsed.data
+    for part in reversed(path):
+        nested = {str(part): nested}
+    tree, problems = in_full(nested, sections)
     place = Place(_COMMAND_LINE)
     found = _under_full_paths(parsed.problems) + problems
     gathered.problems += [replace(problem, place=place) for problem in found]
     if not parsed.problems:
+        # `model={n_layer: 2}` joins the section; `model.extra={…}` replaces that key as a whole.
         depth = max(2, len(full_path(path)))
         for changed in _lay_over(gathered.tree, tree, depth):
             gathered.places[changed] = place
 
 
-def _nested(path: Path, value: object) -> dict[str, Any]:
-    for key in reversed(path):
-        value = {str(key): value}
-    assert isinstance(value, dict)
-    return value
+def _under_full_paths(problems: Iterable[Problem]) -> list[Problem]:
+    return [replace(problem, path=full_path(problem.path)) for problem in problems]
 
 
 def _lay_over(below: dict[str, Any], above: Mapping[str, Any], depth: int) -> list[Path]:
-    """Replace values of `below`, joining mappings down to `depth` levels; returns the replaced paths."""
+    """Put the values of `above` into `below`, joining mappings down to `depth` levels; returns the changed paths."""
     changed: list[Path] = []
     for key, value in above.items():
         under = below.get(key)

@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration: one problem, one line, the full key and the remedy."""
+"""Problems of a configuration: each is one line with its place, the full key, what is wrong and what would be right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMOVED_KEYS = {
     "cumulative; no policy is needed",
 }
 
-# What other trainers call our keys. A close spelling would not find these.
+# Names that other trainers use for our keys. A search for a close spelling would not find them.
 COMMON_NAMES = {
     "batch_size": "data.micro_batch_size",
     "device_type": "run.device",
@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. Its place is not known when the values came from Python."""
+    """One thing that is wrong. Its place is unknown when the values came from Python."""
 
     path: Path
     message: str
@@ -65,7 +65,7 @@ class Problem:
 
 
 class InvalidConfigError(ConfigError):
-    """A `ConfigError` that still knows its problems one by one, so that a loader can add where they stand."""
+    """A `ConfigError` that keeps its problems one by one, so that a loader can add their places."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -89,13 +89,15 @@ def short_number(value: float) -> str:
 
 
 def in_words(value: object) -> str:
-    """A wrong value as a reader of YAML would call it."""
+    """A wrong value in the words of someone who writes YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
-        return _shortened(str(value)) if not _too_long_to_print(value) else "a number that large"
+        # Python refuses to write an int of more than 4300 digits.
+        too_long = isinstance(value, int) and value.bit_length() > 1024
+        return "a number that large" if too_long else _shortened(str(value))
     if isinstance(value, str):
         return f"the text {_shortened(repr(value))}"
     if isinstance(value, Mapping):
@@ -103,11 +105,6 @@ def in_words(value: object) -> str:
     if isinstance(value, list | tuple):
         return "a list"
     return f"a {type(value).__name__}"
-
-
-def _too_long_to_print(value: float) -> bool:
-    # Python refuses to write an int of more than 4300 digits.
-    return isinstance(value, int) and value.bit_length() > 1024
 
 
 def _shortened(text: str, limit: int = 60) -> str:
@@ -123,37 +120,40 @@ def unknown_key(path: Path, known: Mapping[str, Sequence[str]]) -> Problem:
     """
     key = dotted(path)
     if key in REMOVED_KEYS:
-        return Problem(path, f"is gone since 2.0: {REMOVED_KEYS[key]}")
+        return Problem(path, f"was removed after 2.0: {REMOVED_KEYS[key]}")
     nearest = _nearest(path, known)
     return Problem(path, f"unknown key; did you mean {nearest}?" if nearest else "unknown key")
 
 
 def _nearest(path: Path, known: Mapping[str, Sequence[str]]) -> str:
+    """The key that was probably meant; empty where none comes near."""
     *parents, leaf = (str(part) for part in path)
     section = ".".join(parents)
-    same_name = [_full(other, leaf) for other, keys in known.items() if leaf in keys]
+    every_key = {f"{other}.{key}" if other else key: key for other, keys in known.items() for key in keys}
+
+    # The right name in the wrong section; then the name that other trainers use; then a typing error in this section;
+    # then one in any section, which must be closer, because there are more keys to be close to.
+    same_name = [full for full, key in every_key.items() if key == leaf]
     if same_name:
-        return _either(same_name)
+        *others, last = same_name
+        return f"{', '.join(others)} or {last}" if others else last
     if leaf in COMMON_NAMES:
         return COMMON_NAMES[leaf]
-    beside = difflib.get_close_matches(leaf, known.get(section, ()), n=1, cutoff=0.6)
-    if beside:
-        return _full(section, beside[0])
-    everywhere = {_full(other, key): key for other, keys in known.items() for key in keys}
-    close = difflib.get_close_matches(leaf, everywhere.values(), n=1, cutoff=0.75)
-    return next((full for full, key in everywhere.items() if key in close), "")
-
-
-def _full(section: str, key: str) -> str:
-    return f"{section}.{key}" if section else key
-
-
-def _either(keys: Sequence[str]) -> str:
-    return " or ".join([", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys)
+    close = difflib.get_close_matches(leaf, known.get(section, ()), n=1, cutoff=0.6)
+    if close:
+        return f"{section}.{close[0]}" if section else close[0]
+    close = difflib.get_close_matches(leaf, every_key.values(), n=1, cutoff=0.75)
+    return next((full for full, key in every_key.items() if key in close), "")
 
 
 def problems_of(error: ValidationError, prefix: Path, known: Mapping[str, Sequence[str]]) -> list[Problem]:
-    """The problems in pydantic's error, in our words; `prefix` is the path of the section it is about."""
+    """Translate pydantic's error into our problems.
+
+    Args:
+        error: of one section.
+        prefix: the path of that section.
+        known: the keys of each section, as in `unknown_key`.
+    """
     problems: list[Problem] = []
     for detail in error.errors(include_url=False):
         cause = detail.get("ctx", {}).get("error")
@@ -178,6 +178,7 @@ _WANTED = {
     "dict_type": "a mapping",
     "string_unicode": "valid Unicode text",
 }
+_SWITCHES = {"yes", "no", "on", "off", "true", "false", "y", "n"}
 _BOUNDS = {
     "greater_than": ("gt", "greater than {}"),
     "greater_than_equal": ("ge", "at least {}"),
@@ -187,10 +188,13 @@ _BOUNDS = {
 
 
 def _message(kind: str, detail: Mapping[str, Any], *, secret: bool) -> str:
+    """What must be there and what is there instead, unless that is secret, for one kind of pydantic's errors."""
     context = detail.get("ctx", {})
     got = "" if secret else f", not {in_words(detail['input'])}"
     if kind in _WANTED:
-        hint = "; write true or false without quotes" if _means_a_switch(kind, detail["input"]) else ""
+        # In YAML 1.2 `no` and `"true"` are text, which surprises those who mean a switch.
+        means_a_switch = kind == "bool_type" and str(detail["input"]).lower() in _SWITCHES
+        hint = "; write true or false without quotes" if means_a_switch else ""
         return f"must be {_WANTED[kind]}{got}{hint}"
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
@@ -205,7 +209,3 @@ def _message(kind: str, detail: Mapping[str, Any], *, secret: bool) -> str:
     if kind == "value_error":
         return str(context["error"])
     return str(detail["msg"])
-
-
-def _means_a_switch(kind: str, value: object) -> bool:
-    return kind == "bool_type" and str(value).lower() in {"yes", "no", "on", "off", "true", "false", "y", "n"}

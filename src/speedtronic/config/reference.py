@@ -27,43 +27,43 @@ data: {text_path: data/input.txt, micro_batch_size: 8, target_batch_size: 32, sh
 optimizer: {lr: 1e-3, grad_clip: 1.0}
 ```
 
-`speedtronic validate FILE` prints the whole resolved configuration, secrets hidden, or everything that is
-wrong, with file, line, key and the nearest key that exists:
+`speedtronic validate FILE` prints the whole resolved configuration, with secrets hidden. If anything is wrong, it
+prints every problem instead, with file, line, key and the nearest key that exists:
 
 ```text
 configs/a.yaml:12: data.micro_batchsize: unknown key; did you mean data.micro_batch_size?
 configs/a.yaml:14: data.shuffle: must be true or false, not the text 'no'; write true or false without quotes
 ```
 
-Values are read as YAML 1.2 reads them: `1e-4` is a number, and `no`, `on` and dates are text. Types are
-strict: nothing is turned into another type, except a whole number where a number is wanted. A section or a
-file with nothing in it is all defaults.
+Values are read as YAML 1.2: `1e-4` is a number, and `no`, `on` and dates are text. Types are strict: no value is
+converted to another type, except a whole number where a number is expected. An empty section or file means all
+defaults.
 
-**From the command line**, `section.key=value` arguments go before the file. Values are read as YAML; a
-mapping for a section joins what the file says, key by key:
+**From the command line**, `section.key=value` arguments replace values of the file. Values are read as YAML. A
+mapping for a section replaces the keys that it names and keeps the others of the file:
 
 ```text
 speedtronic train FILE optimizer.lr=3e-4 model.extra.width=2 max_steps=100
 ```
 
-**From Python**, `load_config` takes a path, text, a mapping or a `SpeedtronicConfig`. A configuration is
-edited by attribute (`config.run.max_steps = 20`); `config.validate()` checks it again, and keys that follow
-others follow again unless they were given.
+**From Python**, `load_config` takes a path, text, a mapping or a `SpeedtronicConfig`. Edit a configuration by
+attribute (`config.run.max_steps = 20`). `config.validate()` checks it again, and updates the keys that follow
+others, unless they were given.
 
-**Shorthands** at the top level (a key that is given both ways must have one value):
+**Shorthands** at the top level (a key that is given both ways must have the same value in both places):
 
-- $run_keys fill `run`; $optimizer_keys fill `optimizer`
-- $section_names stand for `distributed:`
+- $run_keys are keys of `run`; $optimizer_keys are keys of `optimizer`
+- $section_names mean `distributed:`
 - `optimizer: muon` is `optimizer: {name: muon}`, and `precision: bf16` is `precision: {mode: bf16}`
 - `compile: {enabled: true}` is `compile: true`
 
-**Secrets** belong in the environment. `distributed.token`, what stands under keys such as `password` or
-`api_key` in `model.extra`, and each of `distributed.store_options` but endpoint, endpoint_url, region, profile,
-use_ssl and anon is written as `<redacted>` wherever a configuration is shown or saved, and addresses lose
-the user and password in them; `<redacted>` is read as null.
+**Secrets** belong in the environment. Wherever a configuration is shown or saved, `<redacted>` replaces
+`distributed.token`, the values of keys such as `password` or `api_key` in `model.extra`, and each of
+`distributed.store_options` except endpoint, endpoint_url, region, profile, use_ssl and anon. The user and password
+are removed from addresses. `<redacted>` is read as null.
 
 **In an editor**: write the output of `speedtronic schema` to `speedtronic.schema.json` and put this on the
-first line of a YAML; the editor then completes and checks it as it is typed.
+first line of a YAML file. The editor then completes and checks it as you type.
 
 ```yaml
 # yaml-language-server: $$schema=speedtronic.schema.json
@@ -82,7 +82,14 @@ def json_schema() -> dict[str, Any]:
         if name in NAMED_BY_TEXT:
             forms.insert(1, section_keys[name][NAMED_BY_TEXT[name]])
         properties[name] = {"description": definitions[kind.__name__]["description"], "anyOf": forms}
-    properties["compile"] = _switch(properties["compile"])
+    switch = {
+        "type": "object",
+        "properties": {"enabled": {"type": "boolean"}},
+        "required": ["enabled"],
+        "additionalProperties": False,
+    }
+    rest = {key: value for key, value in properties["compile"].items() if key != "type"}
+    properties["compile"] = {**rest, "anyOf": [{"type": "boolean"}, switch]}
     for short, name in SECTION_NAMES.items():
         properties[short] = properties[name] | {"description": f"The same as {name}."}
     for key, section in HOMES.items():
@@ -90,18 +97,8 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": _DIALECT, "title": "Speedtronic configuration"} | schema
 
 
-def _switch(schema: Mapping[str, Any]) -> dict[str, Any]:
-    mapping = {
-        "type": "object",
-        "properties": {"enabled": {"type": "boolean"}},
-        "required": ["enabled"],
-        "additionalProperties": False,
-    }
-    rest = {key: value for key, value in schema.items() if key != "type"}
-    return {**rest, "anyOf": [{"type": "boolean"}, mapping]}
-
-
 def _without_titles(schema: Any) -> Any:
+    """Drop the titles that pydantic makes of names; a key of the configuration may itself be called `title`."""
     if isinstance(schema, dict):
         return {
             key: {name: _without_titles(item) for name, item in value.items()}
@@ -114,7 +111,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _with_nulls(schema: dict[str, Any]) -> dict[str, Any]:
-    """Let null be given wherever it is the default; the types of keys that follow others do not say so."""
+    """Allow null wherever it is the default: the types of keys that follow others do not allow it themselves."""
     for definition in schema["$defs"].values():
         for key, value in definition["properties"].items():
             if value.get("default", ...) is None and "anyOf" not in value:
@@ -131,19 +128,16 @@ def markdown() -> str:
         for key, value in schema["properties"].items()
         if key in SpeedtronicConfig.model_fields and key not in sections()
     }
-    parts = [_introduction(), _table("Top level", "", top)]
-    for name, kind in sections().items():
-        definition = schema["$defs"][kind.__name__]
-        parts.append(_table(f"`{name}`", definition["description"], definition["properties"]))
-    return "\n".join(parts)
-
-
-def _introduction() -> str:
-    return _INTRODUCTION.substitute(
+    introduction = _INTRODUCTION.substitute(
         run_keys=_listed(key for key, home in HOMES.items() if home == "run"),
         optimizer_keys=_listed(key for key, home in HOMES.items() if home == "optimizer"),
         section_names=_listed(f"{name}:" for name in SECTION_NAMES),
     )
+    parts = [introduction, _table("Top level", "", top)]
+    for name, kind in sections().items():
+        definition = schema["$defs"][kind.__name__]
+        parts.append(_table(f"`{name}`", definition["description"], definition["properties"]))
+    return "\n".join(parts)
 
 
 def _listed(keys: Iterable[str]) -> str:

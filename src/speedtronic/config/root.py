@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -34,7 +33,7 @@ from speedtronic.config.sections import (
 from speedtronic.config.shorthands import in_full
 from speedtronic.config.text import write_yaml
 
-# What is held out where evaluations are asked for and nothing says how much.
+# The share that is held out where `eval.every_steps` asks for evaluations and no share is given.
 DEFAULT_HELD_OUT = 0.1
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -44,8 +43,8 @@ class SpeedtronicConfig(Section):
     """A whole configuration.
 
     Sections are given as mappings, as section objects (which are copied) or by shorthand. Keys that follow
-    others (`data.vocab_size` follows `model.vocab_size`, …) have their values from the start; after editing
-    by attribute, `validate()` lets those that were not given follow again.
+    others (`data.vocab_size` follows `model.vocab_size`, …) have their values from the start. After you edit an
+    attribute, `validate()` updates the keys that follow it, unless they were given.
 
     Raises:
         ConfigError: anything is wrong; every problem is in the message, one a line.
@@ -101,6 +100,7 @@ class SpeedtronicConfig(Section):
             super().__setattr__(key, tree[key])
 
     def resolve(self) -> None:
+        """Update the keys that follow others, first within each section, then across sections."""
         for section in (getattr(self, name) for name in sections()):
             section.resolve()
         self.data.follow("vocab_size", self.model.vocab_size)
@@ -122,7 +122,7 @@ class SpeedtronicConfig(Section):
 
         Args:
             source: path of a YAML or JSON file, YAML or JSON text, a mapping, or a configuration (copied).
-            overrides: `section.key=value` strings that go before the source; values are read as YAML 1.2.
+            overrides: `section.key=value` strings that replace values of the source; they are read as YAML 1.2.
 
         Raises:
             ConfigError: anything is wrong. Every problem is in the message, one a line, as
@@ -149,13 +149,13 @@ class SpeedtronicConfig(Section):
         return cls.load(values)
 
     def validate(self) -> Self:  # type: ignore[override]  # pydantic's deprecated classmethod of this name
-        """Check everything anew and let the keys that follow others follow them again.
+        """Check everything again, and update the keys that follow others.
 
         Returns:
             This configuration itself.
 
         Raises:
-            ConfigError: something is wrong; nothing was changed.
+            ConfigError: something is wrong. Nothing was changed then.
         """
         type(self)(**self.given())
         self.resolve()
@@ -183,21 +183,14 @@ class SpeedtronicConfig(Section):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the resolved, redacted configuration: as JSON when `path` ends in `.json`, else as YAML.
 
-        The file is replaced as a whole or not at all. Missing folders are made.
+        The file is replaced as a whole or not at all. Missing folders are created.
         """
+        from speedtronic.durable.files import FileSystem, ensure_directory, replace_file
+
         target = Path(path)
         text = self.to_json(True) if target.suffix == ".json" else self.to_yaml(True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:  # an interrupt too leaves no temporary file; it is raised on
-            os.unlink(temporary)
-            raise
+        ensure_directory(FileSystem(), target.parent)
+        replace_file(FileSystem(), target, text.encode("utf-8"))
 
 
 @cache
@@ -223,13 +216,13 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[s
     Returns:
         (`section.key`, old value, new value) of each difference; None stands for a missing key.
     """
-    return list(_changes(old, new, ""))
 
+    def changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object, object]]:
+        for key in {**old, **new}:
+            before, after = old.get(key), new.get(key)
+            if isinstance(before, Mapping) and isinstance(after, Mapping):
+                yield from changes(before, after, f"{prefix}{key}.")
+            elif before != after:
+                yield f"{prefix}{key}", before, after
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, object, object]]:
-    for key in {**old, **new}:
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _changes(before, after, f"{prefix}{key}.")
-        elif before != after:
-            yield f"{prefix}{key}", before, after
+    return list(changes(old, new, ""))

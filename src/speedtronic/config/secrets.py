@@ -1,4 +1,4 @@
-"""Which values are secret, and what stands in their place wherever a configuration is shown or written."""
+"""Which values are secret, and what replaces them wherever a configuration is shown or written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ALWAYS_SECRET = {
     *("credential", "credentials", "creds", "auth", "authorization", "bearer", "cookie", "cookies"),
 }
 _SECRET_AT_THE_END = ("token", "key", *_ALWAYS_SECRET)
-# `num_tokens` counts and `special_tokens` are text; these are what many tokens and keys of access are called.
+# Plurals need a word before them that says so: `num_tokens` is a count and `special_tokens` are text.
 _SECRET_PLURAL = re.compile(r"(^|api|access|account|auth|bearer|private|refresh|secret|session|sas)(tokens|keys)$")
 
-# What a store is may need any key at all, so of its options only these are known to hold nothing secret.
+# A store may need any option at all. Only these are known to hold no secret, so all others are hidden.
 _OPTIONS_OF_A_STORE = "store_options"
 _HARMLESS_OPTIONS = {
     *("endpoint", "endpoint_url", "region", "profile", "project", "use_ssl", "anon", "addressing_style"),
@@ -44,8 +44,8 @@ def may_be_shown(path: tuple[str | int, ...]) -> bool:
 def redacted(value: Any) -> Any:
     """A copy of a tree of plain values without its secrets.
 
-    `<redacted>` stands for each value under a secret-looking key, and for each option of a store that is not known
-    to be harmless. Addresses lose the user and password in them.
+    `<redacted>` replaces each value under a key that looks secret, and each option of a store that is not known to be
+    harmless. The user and password are removed from addresses.
     """
     if isinstance(value, dict):
         return {key: redacted_under(key, item) for key, item in value.items()}
@@ -67,7 +67,7 @@ def _redacted_option(key: str, value: Any) -> Any:
     if key not in _HARMLESS_OPTIONS or isinstance(value, list):
         return _hidden(value)
     shown = redacted(value)
-    # An address may sign itself in its query.
+    # The query of an address may hold a signature that grants access.
     return _hidden(shown) if isinstance(shown, str) and not set("@?#").isdisjoint(shown) else shown
 
 
@@ -76,7 +76,7 @@ def _hidden(value: Any) -> Any:
 
 
 def without_redacted(value: Any) -> Any:
-    """A copy of a tree of plain values in which `<redacted>` has become null: the secret is not known."""
+    """A copy of a tree of plain values with null for `<redacted>`: the secret is not known."""
     if isinstance(value, dict):
         return {key: without_redacted(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -25,7 +25,7 @@ from speedtronic.config.secrets import REDACTED, without_redacted
 
 # --- types of values ---
 
-_DEEPEST = 32  # levels of a mapping of free keys
+_DEEPEST = 32  # most levels in a mapping of free keys
 
 
 def _as_text(value: object) -> object:
@@ -90,7 +90,7 @@ def _alignment(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
-# Bounds that no real run meets: beyond them lie numbers that PyTorch, or a float, cannot hold.
+# No real run reaches these bounds. PyTorch, or a float, cannot hold numbers beyond them.
 _LARGEST_SIZE = 2**31 - 1
 _MOST_PROCESSORS = 4096
 Size = Annotated[int, Field(gt=0, le=_LARGEST_SIZE)]
@@ -119,7 +119,7 @@ NodeId = Annotated[
 
 
 class Secret(SecretStr):
-    """Text that shows itself only on request, and can be compared with plain text."""
+    """Text that is shown only on request, and can be compared with plain text."""
 
     def __eq__(self, other: object) -> bool:
         return self.get_secret_value() == other if isinstance(other, str) else super().__eq__(other)
@@ -133,7 +133,7 @@ Alignment = Annotated[
     BeforeValidator(_alignment),
     WithJsonSchema({"anyOf": [{"enum": ["auto", "none"]}, {"type": "integer", "minimum": 1}]}),
 ]
-# Null until the section resolves them from its own keys; the types say what a reader finds then.
+# Types of keys that follow others: null until `resolve` sets them, then never null, as the type says.
 FollowingInt = Annotated[Size, WrapValidator(_none_or)]
 FollowingFraction = Annotated[Fraction, WrapValidator(_none_or)]
 FollowingRate = Annotated[NonNegativeFloat, WrapValidator(_none_or)]
@@ -164,19 +164,19 @@ class RunConfig(Section):
     )
     on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
         default="stop",
-        description="What a NaN or infinite loss or gradient does: stop the run, skip the update, ignore.",
+        description="What to do at a NaN or infinite loss or gradient: stop the run, skip the update, or ignore it.",
     )
     init_from: PathText | None = Field(
         default=None,
         description="Weights to start from: a safetensors file, a checkpoint, the folder of a run, a Hugging Face "
-        "folder. A run that is resumed does not read them.",
+        "folder. A resumed run does not read them.",
     )
     init_strict: bool = Field(
         default=True,
-        description="Whether the weights of init_from must be exactly the model's; false loads those that fit by name "
-        "and shape.",
+        description="Whether the weights of init_from must match the model exactly. false loads those whose name and "
+        "shape match.",
     )
-    deterministic: bool = Field(default=False, description="Use deterministic algorithms only, where there are any.")
+    deterministic: bool = Field(default=False, description="Use only deterministic algorithms, where they exist.")
     threads: Processors | None = Field(default=None, description="CPU threads; null leaves PyTorch's choice.")
 
 
@@ -203,8 +203,8 @@ class ModelConfig(Section):
     qk_norm: bool = Field(default=False, description="Normalise the queries and keys of each head.")
     ngram_order: Size = Field(
         default=1,
-        description="Longest run of tokens, at most max_seq_len, with an embedding of its own, which is added to the "
-        "last token's. Each length above 1 takes ngram_buckets · d_model weights.",
+        description="Longest run of tokens, at most max_seq_len, that has its own embedding, added to that of its last "
+        "token. Each length above 1 takes ngram_buckets · d_model weights.",
     )
     ngram_buckets: Size = Field(default=4096, description="Rows of each table of runs; runs are hashed to them.")
     gradient_checkpointing: bool = Field(
@@ -241,7 +241,7 @@ class DataConfig(Section):
         "Dataset, an IterableDataset, or a pair (training, validation).",
     )
     shards: PathText | None = Field(default=None, description="Folder written by `speedtronic data prepare`.")
-    synthetic: bool = Field(default=True, description="Random tokens where no other source is named.")
+    synthetic: bool = Field(default=True, description="Use random tokens if no other source is named.")
     num_tokens: Count = Field(default=100_000, description="Synthetic tokens in an epoch.")
     tokenizer: PathText = Field(
         default="bytes",
@@ -256,8 +256,8 @@ class DataConfig(Section):
         default=1, description="Sequences in one optimizer update; a multiple of micro_batch_size."
     )
     validation_fraction: FollowingFraction = _follows(
-        "Share of the data, from its end, that is held out for evaluation. Null: 0.1 where eval.every_steps asks for "
-        "evaluations and data.dataset does not bring its own part, else 0."
+        "Share of the data, from its end, that is held out for evaluation. Null: 0.1 if eval.every_steps is set and "
+        "data.dataset is not, else 0."
     )
     num_workers: Annotated[int, Field(ge=0, le=_MOST_PROCESSORS)] = Field(
         default=0, description="Processes that read data; 0 reads in the training process."
@@ -271,7 +271,7 @@ class DataConfig(Section):
     seed: Seed | None = Field(default=None, description="Seed of data and order. Null: run.seed.")
     max_steps: Count | None = Field(
         default=None,
-        description="Optimizer updates to reach; goes before run.max_steps and leaves the schedule alone.",
+        description="Optimizer updates to reach. Takes precedence over run.max_steps; the schedule stays the same.",
     )
     loss_normalization: Literal["micro_batch", "tokens"] = Field(
         default="micro_batch",
@@ -280,11 +280,11 @@ class DataConfig(Section):
     )
     labels: Literal["aligned", "unshifted"] = Field(
         default="aligned",
-        description="aligned: label t is the token after input t. unshifted: labels equal the inputs and "
-        "are shifted for you.",
+        description="aligned: label t is the token after input t. unshifted: labels equal the inputs, and "
+        "Speedtronic shifts them.",
     )
     document_mask: bool = Field(
-        default=False, description="Keep attention within a document; needs shards, which know where documents begin."
+        default=False, description="Keep attention within a document. Needs shards, which know where documents start."
     )
 
     @classmethod
@@ -299,7 +299,7 @@ class DataConfig(Section):
         if values.get("text_path") is not None and values.get("shards") is not None:
             yield "shards", "name one source of data, not both data.text_path and data.shards"
         if values.get("document_mask") and (values.get("shards") is None or values.get("dataset") is not None):
-            yield "document_mask", "needs data.shards: no other source of data knows where documents begin"
+            yield "document_mask", "needs data.shards: no other source of data knows where documents start"
 
 
 class OptimizerConfig(Section):
@@ -328,13 +328,14 @@ class OptimizerConfig(Section):
     )
     cautious_rescale: bool = Field(
         default=False,
-        description="Multiply what a cautious update keeps of each parameter by entries / (kept + 1); needs cautious.",
+        description="Multiply the kept entries of each parameter's cautious update by entries / (kept + 1); needs "
+        "cautious.",
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
-        description="Decay per update of an exponential moving average of the weights, which evaluation, export, "
-        "generate and init_from use in place of the weights. It takes the memory of the trained weights in float32 "
-        "once more. Null keeps none.",
+        description="Decay per update of an exponential moving average of the weights. Evaluation, export, generate "
+        "and init_from use the average instead of the weights. It takes as much memory as the trained weights in "
+        "float32. Null keeps none.",
     )
     muon_plus: bool = Field(
         default=False, description="Normalise rows, then columns, after orthogonalisation; needs muon."
@@ -357,7 +358,7 @@ class OptimizerConfig(Section):
         if values.get("muon_plus") and values.get("name") == "adamw":
             yield "muon_plus", "needs optimizer.name: muon, not adamw"
         if values.get("cautious_rescale") and values.get("cautious") is False:
-            yield "cautious_rescale", "needs optimizer.cautious: true; there is no other update to scale"
+            yield "cautious_rescale", "needs optimizer.cautious: true; only a cautious update is rescaled"
 
     def resolve(self) -> None:
         self.follow("muon_lr", self.lr)
@@ -390,10 +391,10 @@ class PrecisionConfig(Section):
     section_name: ClassVar[str] = "precision"
 
     mode: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
-        default="auto", description="auto: bf16 or fp16 on CUDA, as the device can; fp32 on CPU and MPS."
+        default="auto", description="auto: bf16 on CUDA, or fp16 where the device has no bf16; fp32 on CPU and MPS."
     )
     dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
-        default=None, description="Autocast dtype under mode auto; null leaves it to the mode."
+        default=None, description="Autocast dtype in mode auto; null: the mode decides."
     )
 
     @classmethod
@@ -413,35 +414,35 @@ class CheckpointConfig(Section):
     directory: PathText = Field(default="checkpoints", description="Folder, relative to run.output_dir.")
     every_steps: Count = Field(default=500, description="Optimizer updates between checkpoints.")
     every_minutes: PositiveFloat | None = Field(
-        default=None, description="Minutes between checkpoints, besides every_steps."
+        default=None, description="Minutes between checkpoints, in addition to every_steps."
     )
     keep_last: Count | None = Field(default=3, description="Newest checkpoints to keep; null keeps all.")
     keep_every: Count | None = Field(
-        default=None, description="Keep for good the checkpoints of steps that are a multiple of this."
+        default=None, description="Never delete the checkpoints of steps that are a multiple of this."
     )
     keep_best: CountOrZero = Field(
         default=0,
-        description="Checkpoints of lowest validation loss to keep besides; those count that were written at a "
-        "step that was evaluated.",
+        description="Checkpoints of lowest validation loss to keep in addition. Only those written at an evaluated "
+        "step count.",
     )
     background: bool = Field(default=True, description="Write in the background, from a snapshot.")
     resume: bool = Field(default=False, description="Continue from the newest sound checkpoint.")
 
 
 class LoggingConfig(Section):
-    """What is said, and where to."""
+    """What is logged, and where to."""
 
     section_name: ClassVar[str] = "logging"
     following: ClassVar[tuple[str, ...]] = ("every_steps",)
 
     level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_in_capitals)] = Field(
-        default="INFO", description="Least severity that is shown."
+        default="INFO", description="Lowest severity that is shown."
     )
     file: PathText | None = Field(default=None, description="Text file for the log lines.")
     json_file: PathText | None = Field(default=None, description="JSON Lines file for the events.")
     every_steps: Count = Field(
         default=1,
-        description="Optimizer updates between log lines. Follows run.log_every, where set, unless given.",
+        description="Optimizer updates between log lines. Follows run.log_every, if that is set, unless given.",
     )
     progress: Literal["auto", "on", "off"] = Field(
         default="auto", description="Live progress line; auto shows it on a terminal."
@@ -467,7 +468,7 @@ class EvalConfig(Section):
     at_end: bool = Field(default=True, description="Evaluate after the last update.")
     patience: Count | None = Field(
         default=None,
-        description="Evaluations without improvement after which training stops; null never stops.",
+        description="Training stops after this many evaluations without improvement; null never stops.",
     )
     min_delta: NonNegativeFloat = Field(
         default=0.0, description="Smallest fall of the loss that counts as improvement."
@@ -483,14 +484,14 @@ class ShapeValidationConfig(Section):
     enabled: bool = Field(default=True, description="Look at shapes before training.")
     alignment: Alignment = Field(
         default="auto",
-        description="Multiple to ask for: auto (8 for bf16 and fp16 on CUDA), none, or a whole number.",
+        description="Sizes should be multiples of this: auto (8 for bf16 and fp16 on CUDA), none, or a whole number.",
     )
     check_batch: bool = Field(default=True, description="Look at the micro batch size.")
     check_sequence: bool = Field(default=True, description="Look at the sequence length.")
     check_model: bool = Field(default=True, description="Look at the model's widths.")
     check_vocab: bool = Field(default=False, description="Look at the vocabulary size.")
     warn_on_cpu: bool = Field(
-        default=False, description="Warn on CPU and MPS too, where alignment is a number: auto knows none there."
+        default=False, description="Warn on CPU and MPS too. Needs alignment to be a number: auto has none there."
     )
 
 
@@ -507,17 +508,17 @@ class DistributedConfig(Section):
     )
     node_id: NodeId | None = Field(
         default=None,
-        description="Name of this node: one path component. Null: made once and kept in state_dir.",
+        description="Name of this node: one path component. Null: created once and kept in state_dir.",
     )
     inner_steps: Count = Field(default=500, description="Optimizer updates between two uploads.")
     poll_interval: PositiveFloat = Field(default=60.0, description="Seconds between looks at the store.")
     outer_lr: PositiveFloat | None = Field(
         default=None,
-        description="Learning rate of the outer step. Null: 1.0, or 0.7 where a round waits for all nodes.",
+        description="Learning rate of the outer step. Null: 1.0, or 0.7 if a round waits for all nodes.",
     )
     outer_momentum: Fraction | None = Field(
         default=None,
-        description="Momentum of the outer step. Null: 0.5, or 0.9 where a round waits for all nodes.",
+        description="Momentum of the outer step. Null: 0.5, or 0.9 if a round waits for all nodes.",
     )
     outer: Literal["nesterov", "sgd", "delayed_nesterov", "sparse_loco"] = Field(
         default="nesterov", description="Optimizer of the outer step."
@@ -529,7 +530,7 @@ class DistributedConfig(Section):
     worker_repo_id: Text | None = Field(default=None, description="Store of this worker's own uploads. Null: repo_id.")
     token: Annotated[Token | None, BeforeValidator(_not_redacted)] = Field(
         default=None,
-        description="Access token of the store. Better in the environment. Never shown or saved.",
+        description="Access token of the store. Better set it in the environment. Never shown or saved.",
     )
     store_options: PlainMapping = Field(
         default={}, description="Free keys, passed to the store: endpoint, profile, region, …"
@@ -558,7 +559,7 @@ class DistributedConfig(Section):
     )
     max_staleness: NonNegativeFloat | None = Field(
         default=None,
-        description="Age, in rounds, beyond which a delta is rejected; null rejects none for its age.",
+        description="A delta that is older than this, in rounds, is rejected; null: no age limit.",
     )
     keep_versions: Count = Field(default=8, description="Versions of the global weights to keep in the store.")
     codec: Literal["fp32", "bf16", "int8", "int4", "int2", "topk"] = Field(
@@ -569,7 +570,7 @@ class DistributedConfig(Section):
         description="Public keys (Ed25519) of the nodes to accept deltas from; empty trusts every writer.",
     )
     robust: Literal["none", "clip", "trimmed_mean"] = Field(
-        default="none", description="Averaging that bounds what one hostile node can do."
+        default="none", description="How to average so that one hostile node can do little harm."
     )
 
     @classmethod

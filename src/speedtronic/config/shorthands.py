@@ -28,7 +28,7 @@ def full_path(path: Path) -> Path:
 
 
 def in_full(values: Mapping[Any, Any], sections: Mapping[str, type[Section]]) -> tuple[dict[str, Any], list[Problem]]:
-    """A configuration without shorthands, each section a dict, and what cannot be read so.
+    """Write a configuration without shorthands, each section as a dict; also returns the problems found.
 
     Args:
         values: sections as mappings, as `Section`s or by name, values of the top level, and shorthands.
@@ -48,8 +48,13 @@ def in_full(values: Mapping[Any, Any], sections: Mapping[str, type[Section]]) ->
             tree[name] = _section(name, value, sections[name], problems)
         else:
             tree[name] = _switch(value, problems) if name == "compile" else value
+
+    # Keys of the top level move into their sections last, when the sections are there to be compared with.
     for key in [key for key in values if key in HOMES]:
-        _move(key, values[key], tree.setdefault(HOMES[key], {}), problems)
+        value, home = values[key], tree.setdefault(HOMES[key], {})
+        if key in home and (home[key] != value or type(home[key]) is not type(value)):
+            problems.append(Problem((key,), f"contradicts {HOMES[key]}.{key}; give one of the two"))
+        home.setdefault(key, value)
     return tree, problems
 
 
@@ -76,9 +81,3 @@ def _switch(value: object, problems: list[Problem]) -> object:
     if "enabled" not in value:
         problems.append(Problem(("compile",), "must be true or false, or a mapping with enabled: true or false"))
     return value.get("enabled", False)
-
-
-def _move(key: str, value: object, home: dict[str, Any], problems: list[Problem]) -> None:
-    if key in home and (home[key] != value or type(home[key]) is not type(value)):
-        problems.append(Problem((key,), f"contradicts {HOMES[key]}.{key}; give one of the two"))
-    home.setdefault(key, value)

@@ -1,4 +1,4 @@
-"""YAML 1.2 and JSON text → plain values, and the place at which each key stands."""
+"""YAML 1.2 and JSON text → plain values, with the line of each key."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from speedtronic.errors import ConfigError
 
 _TAG = "tag:yaml.org,2002:"
 _UNREAD = object()
-# No configuration is near it, and aliases of aliases reach it in a few lines.
+# Far more than any configuration holds. A few lines with aliases of aliases can reach it, and are refused.
 _MOST_VALUES = 100_000
 
 
 @dataclass
 class Parsed:
-    """Plain values, where they stand, and what is wrong with them although the syntax is right."""
+    """Plain values, their places, and the problems that they have although the syntax is right."""
 
     data: Any = None
     places: dict[Path, Place] = field(default_factory=dict)
@@ -32,16 +32,16 @@ class Parsed:
 
 
 def parse(text: str, source: str, *, at: Path = (), numbered: bool = True) -> Parsed:
-    """Read one document of YAML 1.2, of which JSON is a part. Nothing but plain values is ever constructed.
+    """Read one document of YAML 1.2, which includes JSON. Only plain values are ever constructed.
 
     Args:
         text: the document.
-        source: what to call it in an error; one that ends in `.json` must keep to JSON's own syntax.
-        at: the path at which the values stand in the configuration.
+        source: its name in errors. With a name that ends in `.json`, the text must be JSON.
+        at: the path of the document in the configuration.
         numbered: whether places have line numbers.
 
     Raises:
-        ConfigError: the syntax is wrong; the message has `source`, the line and what was expected.
+        ConfigError: the syntax is wrong. The message has `source`, the line and what was expected.
     """
     reader = _Reader(YAML(typ="safe", pure=True), source, numbered)
     try:
@@ -60,7 +60,7 @@ def parse(text: str, source: str, *, at: Path = (), numbered: bool = True) -> Pa
 def write_yaml(tree: dict[str, Any]) -> str:
     """Plain values → YAML 1.2, keys in the order of the tree."""
     yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False  # before the representer is made, which takes it over
+    yaml.default_flow_style = False  # before the representer is created, which copies it
     yaml.representer.sort_base_mapping_type_on_output = False
     yaml.width = 4096
     stream = StringIO()
@@ -80,7 +80,10 @@ def _as_yaml(text: str, source: str) -> str:
 
 
 class _Reader:
-    """Walks the nodes of one document."""
+    """Turns the nodes of one document into plain values.
+
+    The library's own constructors would run tags, drop line numbers and turn text such as dates into objects.
+    """
 
     def __init__(self, yaml: YAML, source: str, numbered: bool) -> None:
         self._yaml = yaml
@@ -102,9 +105,11 @@ class _Reader:
     def _value(self, node: Node, path: Path) -> Any:
         self._values += 1
         if self._values > _MOST_VALUES:
-            raise ConfigError(f"{self._source}: holds more than {_MOST_VALUES:,} values, with what its aliases repeat")
+            raise ConfigError(
+                f"{self._source}: has more than {_MOST_VALUES:,} values, counting what its aliases repeat"
+            )
         if id(node) in self._open:
-            return self._problem(node, path, "an alias refers to what contains it")
+            return self._problem(node, path, "an alias refers to a value that contains it")
         self._open.add(id(node))
         try:
             if isinstance(node, MappingNode) and node.tag == f"{_TAG}map":
@@ -156,7 +161,7 @@ class _Reader:
                 case "float":
                     return construct.construct_yaml_float(node)
                 case "str" | "timestamp":  # the core schema of YAML 1.2 has no dates
-                    # JSON writes some characters as a pair of escapes, which YAML reads one by one.
+                    # JSON writes some characters as a pair of escapes, which YAML reads as two characters: join them.
                     return node.value.encode("utf-16", "surrogatepass").decode("utf-16")
         except (ValueError, KeyError, ConstructorError):
             return self._problem(node, path, f"cannot be read as {kind}")
