@@ -34,13 +34,14 @@ from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
 from speedtronic.distributed.delta import DeltaHeader, pack_delta
 from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.node import Node
-from speedtronic.distributed.outer import MasterOuterLoop
+from speedtronic.distributed.outer import MasterOuterLoop, outer_optimizer
 from speedtronic.distributed.protocol import Position, list_all
 from speedtronic.distributed.requests import Files, Procedure, perform
+from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.base import REQUEST_TIMEOUT, Buffer, Listing, Store
 from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import Schema, cpu_state_dict, rebase_, snapshot
+from speedtronic.distributed.tensors import cpu_state_dict
 from speedtronic.metrics import MetricLogger
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -103,8 +104,8 @@ class History:
                 self._model.weight += 1e-3
             self.node.count(1, 0)
             self.node.stepped(self.length)
-            assert self.node.take() == "queued"
-            self.node.boundary(snapshot(self._model, names=self.node.exchanged), 1.0)
+            assert self.node.start_boundary() == "queued"
+            self.node.give_snapshot(snapshot(self._model, names=self.node.exchanged), 1.0)
             perform(self.node.spool(), self.store, self._files)
             perform(self.node.upload(), self.store, self._files)
             assert perform(self.master.poll(), self.store) == 1
@@ -150,10 +151,12 @@ def make_node(model: nn.Module, name: str) -> Node:
 
 def make_master(model: nn.Module, nonce: str, *, expected_nodes: int) -> Master:
     numbers = iter(range(10**9))
+    settings = MasterSettings(expected_nodes=expected_nodes, quorum=expected_nodes)
     return Master(
         Schema.of(model),
         snapshot(model),
-        MasterSettings(expected_nodes=expected_nodes, quorum=expected_nodes),
+        settings,
+        new_outer=outer_optimizer(settings),
         nonce=lambda: f"{nonce}-{next(numbers)}",
         clock=time.monotonic,
         now=lambda: "",

@@ -40,11 +40,10 @@ from torch import Tensor, nn
 from virtual_nodes import Budget, Clock, Link, Throttle, VirtualMaster, VirtualNode, rebase
 
 from speedtronic.distributed import master as rounds_module
-from speedtronic.distributed import node as node_module
 from speedtronic.distributed.master import MasterSettings
 from speedtronic.distributed.node import Install, Node
+from speedtronic.distributed.schema import rebase_
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import rebase_
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 LARGEST_TEXT = 2**20  # characters
@@ -229,8 +228,8 @@ def run(arm: Arm, seed: int, rounds: int, characters: str) -> Outcome:
 
 def settings(arm: Arm) -> MasterSettings:
     return MasterSettings(
-        lr=arm.lr,
-        momentum=arm.momentum,
+        outer_lr=arm.lr,
+        outer_momentum=arm.momentum,
         expected_nodes=len(arm.speeds),
         quorum=arm.quorum,
         poll_interval=0.5,
@@ -242,10 +241,9 @@ def changed(arm: Arm) -> Iterator[None]:
     """Replace what the product does by what the arm does instead."""
     with contextlib.ExitStack() as changes:
         if arm.install != "rebase":  # a version is taken without the node's own deltas that are still on their way
-            changes.enter_context(mock.patch.object(Node, "_without", lambda self, weights, pending: dict(weights)))
-            changes.enter_context(mock.patch.object(node_module, "_less", lambda values, delta: values))
+            changes.enter_context(mock.patch.object(Node, "_without", lambda self, weights, deltas: dict(weights)))
         if not arm.fractions:
-            changes.enter_context(mock.patch.object(rounds_module._Gathering, "fraction", return_value=1.0))
+            changes.enter_context(mock.patch.object(rounds_module._Round, "fraction", return_value=1.0))
         yield
 
 

@@ -29,8 +29,8 @@ import tokenizers
 from speedtronic.data.prepare.prepare import prepare
 from speedtronic.data.prepare.process_pool import available_cpus
 from speedtronic.data.prepare.sources import library_sources, texts
+from speedtronic.data.prepare.staging import is_resumable
 from speedtronic.data.prepare.train_tokenizer import train_tokenizer
-from speedtronic.data.prepare.work_folder import is_resumable
 
 
 def write_corpus(folder: Path, size: int) -> None:

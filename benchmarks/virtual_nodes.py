@@ -19,9 +19,10 @@ from torch import nn
 from speedtronic.distributed.codec import Fp32Codec
 from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.node import Install, Node
+from speedtronic.distributed.outer import outer_optimizer
 from speedtronic.distributed.requests import Delete, Effect, Files, Get, List, Procedure, Put, answer
+from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.base import Buffer, Store
-from speedtronic.distributed.tensors import Schema, rebase_, snapshot
 from speedtronic.errors import StoreError
 
 T = TypeVar("T")
@@ -224,7 +225,7 @@ class VirtualNode:
     def done(self) -> bool:
         """Whether everything that it learnt is in the store."""
         node = self.node
-        return self._budget.spent and not (node.unsent_steps or node.commits or node.uploads)
+        return self._budget.spent and not (node.unsent_steps or node.has_snapshot or node.has_spooled)
 
     def _look(self) -> None:
         if not self._polling.busy:
@@ -254,13 +255,13 @@ class VirtualNode:
 
     def _wants_boundary(self) -> bool:
         node = self.node
-        return node.wants_boundary() or (self._budget.spent and node.unsent_steps > 0 and not node.uploads)
+        return node.wants_boundary() or (self._budget.spent and node.unsent_steps > 0 and not node.has_spooled)
 
     def _hand_over(self) -> bool:
-        if self.node.take() != "queued":
+        if self.node.start_boundary() != "queued":
             return False
         values = snapshot(self._training.model, self.node.spare(), names=self.node.exchanged)
-        self.node.boundary(values, self._clock.now - self._boundary_at)
+        self.node.give_snapshot(values, self._clock.now - self._boundary_at)
         self._boundary_at = self._clock.now
         self._send()
         return True
@@ -271,7 +272,7 @@ class VirtualNode:
 
     def _spool_and_upload(self) -> Procedure[None]:
         yield from self.node.spool()
-        while (yield from self.node.upload()) or self.node.commits:
+        while (yield from self.node.upload()) or self.node.has_snapshot:
             yield from self.node.spool()
 
     def _install(self) -> None:
@@ -302,6 +303,7 @@ class VirtualMaster:
             Schema.of(model),
             snapshot(model),
             settings,
+            new_outer=outer_optimizer(settings),
             nonce=lambda: f"n{next(numbers)}",
             clock=clock,
             now=lambda: "",

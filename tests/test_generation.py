@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import CheckpointError, ConfigError, InputError
 from speedtronic.generation import TextGenerator, generate_tokens, load_generator, sample_next
 from speedtronic.model import ReferenceTransformer

@@ -356,12 +356,12 @@ def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricL
         return build_data(config, pin_memory=pin_memory)
 
     # Imported only by a run that has other nodes: a run of its own starts sooner without.
-    from speedtronic.distributed.data_share import share_of_data
+    from speedtronic.distributed.data_partition import data_partition_of
     from speedtronic.distributed.stores.connect import connect
 
     seed = config.data.seed if config.data.seed is not None else config.run.seed
     with closing(connect(config.distributed)) as store:
-        share = share_of_data(config.distributed, store, seed)
+        share = data_partition_of(config.distributed, store, seed)
     data = build_data(
         config, pin_memory=pin_memory, rank=share.part, world_size=share.parts, order_seed=share.order_seed
     )

@@ -175,13 +175,13 @@ def test_files_that_are_links_are_followed(tmp_path: Path) -> None:
 def test_an_index_cannot_lead_out_of_its_folder(file: str, tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     write(tmp_path / "secret.safetensors", {"inner.bias": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match="no file of its own folder"):
+    with pytest.raises(CheckpointError, match="not a file of its own folder"):
         load_initial_weights(net(), sharded(tmp_path / "inside", net(), inner_bias=file))
 
 
 @pytest.mark.parametrize("file", ["a\0.safetensors", "\ud800.safetensors"], ids=["null", "surrogate"])
-def test_an_index_with_a_name_that_no_file_can_have_is_an_error(file: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no file of its own folder"):
+def test_an_index_with_an_impossible_file_name_is_an_error(file: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a file of its own folder"):
         load_initial_weights(net(), sharded(tmp_path, net(), inner_bias=file))
 
 
@@ -195,7 +195,7 @@ def test_an_index_that_does_not_agree_with_its_files_is_an_error(tmp_path: Path)
 
 
 @pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 9999])
-def test_an_index_that_is_none_is_an_error(index: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_index_is_an_error(index: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         load_initial_weights(net(), tmp_path)
@@ -211,7 +211,7 @@ def test_a_pickle_is_refused_with_the_way_to_convert_it(name: str, by: str, tmp_
         load_initial_weights(net(), tmp_path / name if by == "file" else tmp_path)
 
 
-def test_a_place_without_weights_says_what_may_be_there(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_an_error_that_says_what_to_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file or folder"):
         load_initial_weights(net(), tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no weights here.*model\.safetensors"):

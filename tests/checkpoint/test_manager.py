@@ -165,7 +165,7 @@ def test_minutes_make_a_save_due_besides_the_steps(tmp_path: Path) -> None:
     assert not manager.should_save(0)
 
 
-def test_a_save_that_starts_sets_the_minutes_back_for_whatever_reason_it_was_made(tmp_path: Path) -> None:
+def test_every_save_that_starts_restarts_the_minutes(tmp_path: Path) -> None:
     clock = Clock()
     manager = CheckpointManager(tmp_path, every_steps=10, every_minutes=1, clock=clock)
     clock.time += 50
@@ -413,7 +413,7 @@ def test_the_default_warning_is_a_python_warning(tmp_path: Path) -> None:
         assert step_of(CheckpointManager(tmp_path).load_latest()) == 4
 
 
-def test_present_but_none_sound_is_an_error_with_every_reason(tmp_path: Path) -> None:
+def test_if_no_checkpoint_is_sound_the_error_gives_every_reason(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     damage(manager.save(4, state_of(4)) / "state.json")
     (manager.save(8, state_of(8)) / MANIFEST).unlink()
@@ -479,7 +479,7 @@ def spoil_listing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (spoil_listing, "it cannot be read: Input/output error"),
     ],
 )
-def test_whatever_spoils_the_newest_the_one_before_is_loaded_and_the_reason_said(
+def test_if_the_newest_is_spoiled_the_one_before_is_loaded_with_the_reason(
     tmp_path: Path,
     spoil: Callable[[Path, pytest.MonkeyPatch], None],
     reason: str,
@@ -573,7 +573,7 @@ def test_a_newer_format_is_an_error_not_damage(tmp_path: Path) -> None:
         CheckpointManager(tmp_path).load_latest()
 
 
-def test_checkpoints_of_version_2_are_refused_with_a_word_on_converting(tmp_path: Path) -> None:
+def test_checkpoints_of_version_2_are_refused_and_the_error_says_how_to_convert_them(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.write_text, (tmp_path / "ran", "code")
@@ -717,7 +717,7 @@ class Refusing(FileSystem):
     ],
 )
 @pytest.mark.parametrize("background", [False, True])
-def test_a_disk_that_refuses_costs_that_save_alone(tmp_path: Path, operation: str, code: int, background: bool) -> None:
+def test_a_disk_error_costs_only_that_save(tmp_path: Path, operation: str, code: int, background: bool) -> None:
     CheckpointManager(tmp_path).save(1, state_of(1))
     fs = Refusing(operation, code)
     manager = CheckpointManager(tmp_path, fs=fs)
@@ -768,7 +768,7 @@ def test_a_disk_that_takes_nothing_and_says_nothing_is_an_error(tmp_path: Path) 
         CheckpointManager(tmp_path, fs=Stuck()).save(1, state_of(1))
 
 
-def test_a_slow_flush_keeps_nobody_waiting_but_the_next_save(tmp_path: Path) -> None:
+def test_only_the_next_save_waits_for_a_slow_flush(tmp_path: Path) -> None:
     class SlowFlush(Gate):
         def write(self, file: FileIO, data: memoryview) -> None:
             FileSystem.write(self, file, data)
@@ -864,7 +864,7 @@ def test_a_damaged_one_takes_no_place_among_the_best(tmp_path: Path) -> None:
     assert steps_left(other) == [2, 4]
 
 
-def test_the_best_of_another_run_do_not_count_and_stay(tmp_path: Path) -> None:
+def test_the_best_of_another_run_stay_and_are_not_counted(tmp_path: Path) -> None:
     former = CheckpointManager(tmp_path, keep_last=None)
     former.save(1, state_of(1, eval_loss=0.1))
     former.save(4, state_of(4, eval_loss=0.2))
@@ -884,7 +884,7 @@ def test_a_resumed_run_knows_its_best(tmp_path: Path) -> None:
     assert steps_left(second) == [1, 3]
 
 
-def test_one_that_the_disk_will_not_let_be_read_is_not_pruned(tmp_path: Path) -> None:
+def test_a_checkpoint_that_the_disk_cannot_read_is_not_pruned(tmp_path: Path) -> None:
     """It may be the newest sound one: an error of the disk says nothing about it."""
     manager = CheckpointManager(tmp_path, keep_last=None)
     for step in (1, 2, 3, 4):

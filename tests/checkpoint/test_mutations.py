@@ -1,7 +1,7 @@
 """Two thousand mutated checkpoints: whatever their bytes say, loading gives the state back or a CheckpointError.
 
-A checksum proves that nothing has changed, not who wrote it: most mutations here are sealed anew, as somebody would who
-means harm.
+A checksum proves that nothing has changed, not who wrote it. So most mutations here get a new seal, as an attacker
+would make it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def seal(path: Path, fields: dict[str, Any]) -> None:
     write_json(path, {**fields, "seal": checksum})
 
 
-def record_anew(checkpoint: Path) -> None:
+def update_manifest(checkpoint: Path) -> None:
     """Let the manifest be right about the files as they are."""
     fields = json.loads((checkpoint / MANIFEST).read_bytes())
     for name in FILES:
@@ -177,7 +177,7 @@ def key_that_stands_twice(chance: random.Random, folder: Path) -> None:
     text = json.dumps({key: chance.choice(HOSTILE)})[:-1] + ", " + json.dumps(fields)[1:]
     path.write_bytes(text.encode("ascii"))
     if path.name == "state.json":
-        record_anew(folder / NAME)
+        update_manifest(folder / NAME)
 
 
 def nested_without_end(chance: random.Random, folder: Path) -> None:
@@ -195,7 +195,7 @@ def nested_without_end(chance: random.Random, folder: Path) -> None:
         path = folder / name if name == "latest.json" else folder / NAME / name
         path.write_bytes(path.read_bytes().rstrip()[:-1] + b',"versions":' + text + b"}")
         return
-    record_anew(folder / NAME)
+    update_manifest(folder / NAME)
 
 
 def sealed_tree(chance: random.Random, folder: Path) -> None:
@@ -204,7 +204,7 @@ def sealed_tree(chance: random.Random, folder: Path) -> None:
     for _ in range(chance.choice([1, 1, 3])):
         trees = with_one_change(chance, trees)
     write_json(path, trees)
-    record_anew(folder / NAME)
+    update_manifest(folder / NAME)
 
 
 def one_array_named_often(chance: random.Random, folder: Path) -> None:
@@ -213,7 +213,7 @@ def one_array_named_often(chance: random.Random, folder: Path) -> None:
     trees = json.loads(path.read_bytes())
     trees["state"]["more"] = [trees["state"]["seen"]] * 100
     write_json(path, trees)
-    record_anew(folder / NAME)
+    update_manifest(folder / NAME)
 
 
 def sealed_header(chance: random.Random, folder: Path) -> None:
@@ -223,7 +223,7 @@ def sealed_header(chance: random.Random, folder: Path) -> None:
     header = with_one_change(chance, json.loads(data[8 : 8 + length]))
     text = json.dumps(header).encode("ascii")
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    record_anew(folder / NAME)
+    update_manifest(folder / NAME)
 
 
 def sealed_header_length(chance: random.Random, folder: Path) -> None:
@@ -231,13 +231,13 @@ def sealed_header_length(chance: random.Random, folder: Path) -> None:
     data = path.read_bytes()
     length = chance.choice([0, 1, 7, len(data) - 8, len(data) - 7, len(data), 2**31, 2**62, 2**63, 2**64 - 1])
     path.write_bytes(struct.pack("<Q", length) + data[8:])
-    record_anew(folder / NAME)
+    update_manifest(folder / NAME)
 
 
 def sealed_damage(chance: random.Random, folder: Path) -> None:
     path = folder / NAME / chance.choice(FILES)
     path.write_bytes(damaged(chance, path.read_bytes()))
-    record_anew(folder / NAME)
+    update_manifest(folder / NAME)
 
 
 def sparse_giant(chance: random.Random, folder: Path) -> None:

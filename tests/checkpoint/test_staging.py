@@ -40,7 +40,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("block", [1, 16, 2**28])
-def test_an_image_is_the_file_that_the_tensors_make(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_a_filled_buffer_is_the_file_of_its_tensors(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(image_module, "_BLOCK", block)
     expected = b"".join(bytes(chunk) for chunk in tensor_chunks(TENSORS, {"format": "pt"}))
     assert data_of(filled(TENSORS, {"format": "pt"})) == expected
@@ -57,7 +57,7 @@ def test_no_tensors_make_an_empty_file_of_the_format() -> None:
     assert safetensors.torch.load(data_of(filled({}))) == {}
 
 
-def test_the_same_form_takes_the_same_memory_again() -> None:
+def test_tensors_of_the_same_form_use_the_same_memory() -> None:
     buffer = filled({"a": torch.zeros(4), "b": torch.zeros(2, 2)})
     memory = memory_of(buffer)
     buffer.fill({"a": torch.ones(4), "b": torch.full((2, 2), 2.0)}, {})
@@ -77,7 +77,7 @@ def test_the_same_form_takes_the_same_memory_again() -> None:
         {},
     ],
 )
-def test_another_form_is_arranged_anew(other: dict[str, Tensor]) -> None:
+def test_tensors_of_another_form_are_arranged_again(other: dict[str, Tensor]) -> None:
     buffer = filled({"a": torch.zeros(4)}, {"x": "1"})
     data_of(buffer)
     buffer.fill(other, {"x": "1"})

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main, output
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
 from speedtronic.model.transformer import build_reference_transformer
 
 # ---------------------------------------------------------------------- list

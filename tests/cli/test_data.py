@@ -16,8 +16,9 @@ import pytest
 from speedtronic.cli import data, main
 from speedtronic.cli.output import preparation_progress
 from speedtronic.data.prepare.prepare import Progress
-from speedtronic.data.prepare.work_folder import is_resumable
-from speedtronic.data.shards import ShardFiles, ShardSet
+from speedtronic.data.prepare.staging import is_resumable
+from speedtronic.data.shard_writer import ShardFiles
+from speedtronic.data.shards import ShardSet
 from speedtronic.data.tokenizers.base import IdArray
 from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.errors import DataError
@@ -175,7 +176,7 @@ def test_prepare_that_is_stopped_keeps_what_it_can_go_on_with(
             signal.raise_signal(number)
         append(files, ids, ends)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("speedtronic.data.prepare.prepare._SECONDS_BETWEEN_NOTES", 0 if noted else 1e9)
+    monkeypatch.setattr("speedtronic.data.prepare.prepare._SECONDS_BETWEEN_JOURNALS", 0 if noted else 1e9)
     with monkeypatch.context() as patch:
         patch.setattr(ShardFiles, "append", stopped)
         assert main(["data", "prepare", str(text), "--out", str(tmp_path / "out")]) == code

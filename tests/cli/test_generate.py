@@ -14,7 +14,7 @@ from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import generate, main
 from speedtronic.cli.output import prepare
 from speedtronic.config import SpeedtronicConfig, load_config
-from speedtronic.data.tokenizers.base import CorpusCharTokenizer
+from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
 from speedtronic.registry import build_model
 from speedtronic.runtime import import_plugins
 

@@ -233,7 +233,7 @@ def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) 
         (
             {"dataset": "some_user_data:pair", "validation_fraction": 0.5},
             ConfigError,
-            "validation part already",
+            "already has a validation part",
         ),
         ({"synthetic": False}, ConfigError, "no source"),
         ({"num_tokens": 7}, DataError, r"data\.num_tokens is 7, less than one block of 8"),
@@ -277,8 +277,8 @@ def test_a_dataset_of_ones_own_may_have_labels_that_repeat_its_inputs(factory: s
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("block_size", r"data\.block_size is 9, more than the 8 of model\.max_seq_len"),
-        ("vocab_size", r"data\.vocab_size is 9, more than the 8 of model\.vocab_size"),
+        ("block_size", r"data\.block_size is 9, but the model takes at most 8 \(model\.max_seq_len\)"),
+        ("vocab_size", r"data\.vocab_size is 9, but the model takes at most 8 \(model\.vocab_size\)"),
     ],
 )
 def test_data_beyond_a_built_in_model_names_both_sizes(name: str, key: str, message: str) -> None:

@@ -14,28 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from speedtronic.data.shards import ShardFiles, ShardSet, ShardWriter, is_prepared, remove_leftovers
-from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.shard_writer import ShardWriter
+from speedtronic.data.shards import ShardSet, is_prepared
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import DataError
-
-TEXT = "The quick brown fox. " * 5
-
-
-def make(folder: Path, text: str = TEXT, shard_tokens: int = 16) -> Path:
-    tokenizer = CharTokenizer()
-    with ShardWriter(folder, tokenizer=tokenizer, shard_tokens=shard_tokens) as writer:
-        writer.write(tokenizer.encode_array(text))
-        writer.end_document()
-    return folder
-
-
-def read(shards: ShardSet, start: int, count: int) -> list[int]:
-    out = np.empty(count, np.int64)
-    shards.read(start, out)
-    return out.tolist()
+from tests.support.shards import TEXT, make, read
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 7, 16, 106, 10_000])
@@ -64,49 +49,6 @@ def test_the_index_says_what_the_folder_holds(tmp_path: Path) -> None:
     assert shards.tokenizer.spec() == tokenizer.spec()
     assert shards.dtype == np.uint16
     assert shards.tokenizer.decode(read(shards, 0, 5)) == "ab\0c\0"
-
-
-def test_a_large_vocabulary_takes_four_bytes_per_token(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "s", tokenizer=CharTokenizer(70_000)) as writer:
-        writer.write(np.array([69_999], np.uint32))
-
-    shards = ShardSet(tmp_path / "s")
-
-    assert shards.dtype == np.uint32
-    assert read(shards, 0, 1) == [69_999]
-
-
-def test_an_id_outside_the_tokenizers_vocabulary_is_not_written(tmp_path: Path) -> None:
-    with (
-        pytest.raises(DataError, match="token id 300 does not fit the tokenizer's vocabulary of 256"),
-        ShardWriter(tmp_path / "s", tokenizer=CharTokenizer()) as writer,
-    ):
-        writer.write(np.array([1, 300], np.uint32))
-
-
-def test_a_block_that_fails_leaves_no_trace(tmp_path: Path) -> None:
-    def failing() -> None:
-        with ShardWriter(tmp_path / "s", tokenizer=CharTokenizer()) as writer:
-            writer.write(np.array([1], np.uint8))
-            raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        failing()
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
-    make(tmp_path / "s", "old text")
-    with pytest.raises(OSError, match="s"):
-        make(tmp_path / "s", "new text")
-    assert ShardSet(tmp_path / "s").tokens == len("old text") + 1
-
-    with ShardWriter(tmp_path / "s", tokenizer=CharTokenizer(), replace=True) as writer:
-        writer.write(np.array([1], np.uint8))
-
-    assert ShardSet(tmp_path / "s").tokens == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
 def test_equal_tokens_have_equal_fingerprints_wherever_they_lie(tmp_path: Path) -> None:
@@ -292,64 +234,6 @@ def test_a_set_of_one_unfinished_document_begins_once(tmp_path: Path) -> None:
     assert shards.document_starts(1, 9).tolist() == []
 
 
-@pytest.mark.parametrize("cut", [0, 1, 5, 16, 17, 50])
-def test_files_that_are_left_anywhere_are_gone_on_with_to_equal_ones(tmp_path: Path, cut: int) -> None:
-    tokens = np.frombuffer((TEXT * 2).encode(), np.uint8)
-
-    def write(files: ShardFiles, part: npt.NDArray[np.uint8]) -> None:
-        for token in part:
-            files.write(np.array([token]))
-            if token == ord("."):
-                files.end_document()
-
-    contents = []
-    for name, left in (("whole", None), ("resumed", cut)):
-        folder = tmp_path / name
-        folder.mkdir()
-        files = ShardFiles(folder, tokenizer=CharTokenizer(), shard_tokens=16)
-        if left is not None:
-            write(files, tokens[:left])
-            state = json.loads(json.dumps(files.saved()))
-            write(files, tokens[left : left + 40])  # lost, as after a kill
-            files.close()
-            files = ShardFiles(folder, tokenizer=CharTokenizer(), shard_tokens=16, state=state)
-        write(files, tokens[left or 0 :])
-        files.finish({})
-        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
-
-    assert contents[0] == contents[1]
-    ShardSet(tmp_path / "resumed").verify()
-
-
-def test_files_that_somebody_has_shortened_are_not_gone_on_with(tmp_path: Path) -> None:
-    files = ShardFiles(tmp_path, tokenizer=CharTokenizer())
-    files.write(np.ones(100, np.uint8))
-    state = files.saved()
-    files.close()
-    os.truncate(tmp_path / "shard_00000.bin", 99)
-
-    with pytest.raises(OSError, match="shorter than it was"):
-        ShardFiles(tmp_path, tokenizer=CharTokenizer(), state=state)
-
-
-@pytest.mark.parametrize("name", ["shard_00001.bin", "shard_00000.idx"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 33)])
-def test_files_of_which_a_finished_shard_is_gone_are_not_gone_on_with(
-    tmp_path: Path, name: str, damage: Callable[[Path], object]
-) -> None:
-    files = ShardFiles(tmp_path, tokenizer=CharTokenizer(), shard_tokens=50)
-    for _ in range(10):
-        files.write(np.ones(9, np.uint8))
-        files.end_document()
-    state = files.saved()
-    files.close()
-    assert state["open"] is None  # nothing else would be missed
-    damage(tmp_path / name)
-
-    with pytest.raises(OSError, match=re.escape(name)):
-        ShardFiles(tmp_path, tokenizer=CharTokenizer(), shard_tokens=50, state=state)
-
-
 def test_a_folder_is_prepared_when_it_has_an_index(tmp_path: Path) -> None:
     assert not is_prepared(tmp_path)
     assert is_prepared(make(tmp_path / "s"))
@@ -363,44 +247,6 @@ def test_shards_pickle_without_their_maps(tmp_path: Path) -> None:
 
     assert len(pickled) < 3_000
     assert read(pickle.loads(pickled), 4, 5) == list(b"quick")
-
-
-def test_tokens_of_any_width_are_written(tmp_path: Path) -> None:
-    arrays: list[npt.NDArray[Any]] = [
-        np.array([1], np.uint8),
-        np.array([2], np.uint32),
-        np.array([], np.uint8),
-    ]
-    with ShardWriter(tmp_path / "s", tokenizer=CharTokenizer()) as writer:
-        for array in arrays:
-            writer.write(array)
-
-    assert read(ShardSet(tmp_path / "s"), 0, 2) == [1, 2]
-
-
-def test_a_shard_of_no_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="at least 1 token, not 0"):
-        ShardWriter(tmp_path / "s", tokenizer=CharTokenizer(), shard_tokens=0)
-
-
-@pytest.fixture(scope="module")
-def dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, *, pid: int | None = None, host: str | None = None) -> Path:
-    """What a process that is writing `folder`, or was killed at it, has beside it."""
-    before = set(folder.parent.iterdir())
-    with monkeypatch.context() as patch:
-        if pid is not None:
-            patch.setattr("os.getpid", lambda: pid)
-        if host is not None:
-            patch.setattr("socket.gethostname", lambda: host)
-        ShardWriter(folder, tokenizer=CharTokenizer()).__enter__()
-    (partial,) = set(folder.parent.iterdir()) - before
-    return partial
 
 
 def test_maps_are_dropped_before_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,59 +388,3 @@ def test_memory_does_not_grow_with_a_shard_of_gigabytes(tmp_path: Path) -> None:
     grown = peak(folder, 256, "range(len(shards) // step)") - peak(folder, 256, "range(1)")
 
     assert grown <= 270 * 2**20
-
-
-def test_leftovers_of_dead_processes_of_this_host_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_process: int
-) -> None:
-    dead = begin(tmp_path / "s", monkeypatch, pid=dead_process)
-    kept = {
-        begin(tmp_path / "s", monkeypatch),
-        begin(tmp_path / "s", monkeypatch, pid=dead_process, host="elsewhere"),
-        begin(tmp_path / "other", monkeypatch, pid=dead_process),
-    }
-
-    remove_leftovers(tmp_path / "s")
-
-    assert not dead.exists()
-    assert set(tmp_path.iterdir()) == kept
-
-
-def test_leftovers_are_looked_for_where_there_is_no_folder_yet(tmp_path: Path) -> None:
-    remove_leftovers(tmp_path / "none" / "s")
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_replacement_moved_aside_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead_process: int
-) -> None:
-    partial = begin(tmp_path / "s", monkeypatch, pid=dead_process)
-    make(tmp_path / "s", "old text").rename(partial.with_name(partial.name.replace("partial", "old")))
-
-    remove_leftovers(tmp_path / "s")
-
-    assert ShardSet(tmp_path / "s").tokens == len("old text") + 1
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]
-
-
-def test_a_replacement_that_is_interrupted_keeps_the_old_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make(tmp_path / "s", "old text")
-    rename = Path.rename
-
-    def interrupted(path: Path, target: Path) -> Path:
-        if "partial" in path.name:
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", interrupted)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        ShardWriter(tmp_path / "s", tokenizer=CharTokenizer(), replace=True) as writer,
-    ):
-        writer.write(np.array([1], np.uint8))
-
-    assert ShardSet(tmp_path / "s").tokens == len("old text") + 1
-    assert [path.name for path in tmp_path.iterdir()] == ["s"]

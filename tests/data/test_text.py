@@ -9,7 +9,7 @@ import pytest
 
 from speedtronic.data import text as text_module
 from speedtronic.data.text import ByteText, check_text_file, content_checksum, read_pieces, read_text
-from speedtronic.data.tokenizers.base import CharTokenizer
+from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
 
 

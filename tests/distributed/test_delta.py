@@ -20,14 +20,17 @@ from speedtronic.distributed.delta import (
     DeltaHeader,
     Refusal,
     admit,
+    average_deltas,
+    compute_pseudo_gradient,
     max_delta_bytes,
     open_delta,
     pack_delta,
     read_header,
 )
+from speedtronic.distributed.packed_tensors import TensorFormatError, content_sha256, pack_tensors
 from speedtronic.distributed.protocol import PROTOCOL, DeltaId, Position
-from speedtronic.distributed.tensors import Schema, TensorFormatError, Tensors, content_sha256, pack_tensors
-from tests.support.exchanged import TRAINED, buffers_of, delta_bytes, everything, header_of
+from speedtronic.distributed.schema import Schema, Tensors
+from tests.support.exchanged import TRAINED, assert_equal, buffers_of, delta_bytes, everything, header_of
 
 MODEL = everything()
 SCHEMA = Schema.of(MODEL)
@@ -38,7 +41,7 @@ AVERAGES = buffers_of(MODEL)
 
 def some_delta(seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    forms = SCHEMA.forms("trained")
+    forms = SCHEMA.types("trained")
     return {name: torch.randn(form.shape, dtype=form.dtype, generator=generator) for name, form in forms.items()}
 
 
@@ -93,7 +96,7 @@ class TestAdmission:
         assert delta.buffers.keys() == AVERAGES.keys()
         assert all(torch.equal(delta.buffers[key], tensor) for key, tensor in AVERAGES.items())
 
-    def test_two_who_pack_the_same_delta_have_the_same_bytes(self) -> None:
+    def test_packing_the_same_delta_twice_gives_the_same_bytes(self) -> None:
         assert delta_bytes(everything(), dict(reversed(some_delta().items()))) == GOOD
 
     def test_the_header_is_read_from_the_beginning_of_the_object(self) -> None:
@@ -118,7 +121,7 @@ class TestAdmission:
     def test_a_mask_of_infinities_is_admitted_where_the_global_one_has_them(self) -> None:
         assert isinstance(judged(GOOD), Delta)
         assert refused(GOOD, averages=None) == Refusal(
-            "mask has values that are not finite, or beyond 2^64, where the global weights' are others", damaged=False
+            "mask has values that are not finite, or beyond 2^64, and differ from the global ones", damaged=False
         )
 
     def test_a_nodes_own_delta_is_opened_without_judging_its_values(self) -> None:
@@ -157,7 +160,7 @@ class TestRefusal:
             (lambda t: t.update({"\n\x1b[2Jx" * 500: torch.zeros(3)}), "does not belong there"),
         ],
     )
-    def test_tensors_that_are_not_the_models_are_refused_for_good(
+    def test_tensors_of_another_model_are_refused_for_good(
         self, change: Callable[[Tensors], None], reason: str
     ) -> None:
         refusal = refused(with_tensors(change))
@@ -170,7 +173,7 @@ class TestRefusal:
         [
             ({"protocol": PROTOCOL + 1}, "protocol 2"),
             ({"schema_id": "0" * 64}, "another model"),
-            ({"codec": "int4"}, "encoded by int4, not by fp32: distributed.codec differs"),
+            ({"codec": "int4"}, "its codec is int4, not fp32: distributed.codec differs"),
             ({"codec": "\u2028" * 64}, "codec"),
             ({"node": "eve"}, "it is in/eve/s1/00000003.safetensors, under another name"),
             ({"session": "s2"}, "under another name"),
@@ -198,12 +201,12 @@ class TestRefusal:
             ({"time": "t" * 65}, "time"),
             ({"signature": 5}, "signature"),
             ({"tokens": "gone"}, "tokens"),
-            ({"signature": "gone"}, "not written as it should"),
+            ({"signature": "gone"}, "not in the canonical form"),
             ({"more": 1}, "more"),
             ({"\u2028" * 300: 1}, "header of the delta"),
         ],
     )
-    def test_a_header_that_is_not_this_deltas_is_refused_for_good(self, changes: dict[str, Any], reason: str) -> None:
+    def test_a_header_of_another_delta_is_refused_for_good(self, changes: dict[str, Any], reason: str) -> None:
         refusal = refused(with_header(**changes))
 
         assert reason in refusal.reason
@@ -214,15 +217,15 @@ class TestRefusal:
             refusal = refused(GOOD, id=replayed)
             assert refusal == Refusal("it is in/ann/s1/00000003.safetensors, under another name", damaged=False)
 
-    def test_the_same_header_written_otherwise_is_refused(self) -> None:
+    def test_a_header_that_is_not_canonical_is_refused(self) -> None:
         tensors = {**some_delta(), **buffers_of(MODEL)}
         text = header_of(SCHEMA, sha256=content_sha256(tensors)).to_json()
 
         for other in (text.replace(":", ": "), text.replace('"seq":3', '"seq":9,"seq":3'), text + " "):
-            assert "not written as it should" in refused(pack_tensors(tensors, {"speedtronic_delta": other})).reason
+            assert "not in the canonical form" in refused(pack_tensors(tensors, {"speedtronic_delta": other})).reason
         assert refused(pack_tensors(tensors, {"speedtronic_delta": text, "more": "x"})).reason == "it is not a delta"
 
-    def test_a_safetensors_object_of_another_kind_is_no_delta(self) -> None:
+    def test_another_safetensors_object_is_not_a_delta(self) -> None:
         assert refused(pack_tensors({**some_delta(), **AVERAGES}, {})) == Refusal("it is not a delta", damaged=False)
 
     def test_every_beginning_of_a_delta_counts_as_damaged(self) -> None:
@@ -235,10 +238,10 @@ class TestRefusal:
             data[place] ^= 0x10
             assert refused(data) == Refusal("its tensors do not match their checksum", damaged=True)
 
-    def test_what_follows_a_delta_is_refused(self) -> None:
+    def test_bytes_after_a_delta_are_refused(self) -> None:
         assert refused(GOOD + b"\x00") == Refusal("1 bytes follow its tensors", damaged=False)
 
-    def test_what_is_larger_than_any_delta_is_refused_unread(self) -> None:
+    def test_an_object_larger_than_any_delta_is_refused_unread(self) -> None:
         refusal = refused(bytes(max_delta_bytes(SCHEMA, FP32) + 1))
 
         assert "a delta of this model has less" in refusal.reason
@@ -270,7 +273,7 @@ class TestRefusal:
         assert "JSON" in refused(data).reason
 
     @pytest.mark.parametrize("data", [b"", b"\x00" * 7, b"\x00" * 4096, struct.pack("<Q", 40) + b"{" + b" " * 39])
-    def test_what_is_no_header_is_not_read(self, data: bytes) -> None:
+    def test_an_invalid_header_is_refused(self, data: bytes) -> None:
         with pytest.raises(TensorFormatError):
             read_header(data)
 
@@ -358,3 +361,51 @@ def test_a_header_made_by_hand_is_checked_as_well() -> None:
     with pytest.raises(ValueError, match="node"):
         header_of(SCHEMA, node="a/../b")
     assert isinstance(header_of(SCHEMA), DeltaHeader)
+
+
+# --- Pseudo-gradients
+
+
+class TestDifferences:
+    def test_a_pseudo_gradient_points_back_to_the_baseline(self) -> None:
+        baseline = {"w": torch.tensor([3.0, 1.0]), "z": torch.tensor([1 + 1j]), "n": torch.tensor([5])}
+        current = {"w": torch.tensor([1.0, 2.0]), "z": torch.tensor([0 + 3j]), "n": torch.tensor([9])}
+
+        delta = compute_pseudo_gradient(baseline, current)
+
+        assert_equal(delta, {"w": torch.tensor([2.0, -1.0]), "z": torch.tensor([1 - 2j])})
+
+    def test_halves_are_subtracted_in_float32(self) -> None:
+        baseline = {"w": torch.tensor([256.0], dtype=torch.bfloat16)}
+        current = {"w": torch.tensor([0.001], dtype=torch.bfloat16)}
+
+        delta = compute_pseudo_gradient(baseline, current)
+
+        assert_equal(delta, {"w": baseline["w"].float() - current["w"].float()})
+
+    @pytest.mark.parametrize("current", [{"w": torch.ones(3)}, {"w": torch.ones(2), "v": torch.ones(1)}, {}])
+    def test_other_names_or_shapes_are_refused(self, current: Tensors) -> None:
+        with pytest.raises(ValueError, match="[vw] "):
+            compute_pseudo_gradient({"w": torch.ones(2)}, current)
+
+    def test_the_average_is_the_mean_in_float32(self) -> None:
+        deltas: list[Tensors] = [{"w": torch.tensor([value], dtype=torch.float16)} for value in (1.0, 2.0, 60000.0)]
+
+        mean = average_deltas(deltas)
+
+        assert_equal(mean, {"w": torch.tensor([60003.0]) / 3})
+
+    def test_averaging_changes_no_delta(self) -> None:
+        deltas = [{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}]
+
+        average_deltas(deltas)
+
+        assert_equal(deltas[0], {"w": torch.tensor([1.0])})
+
+    def test_zero_deltas_have_no_average(self) -> None:
+        with pytest.raises(ValueError, match="no delta"):
+            average_deltas([])
+
+    def test_deltas_of_different_shapes_have_no_average(self) -> None:
+        with pytest.raises(ValueError, match="shape"):
+            average_deltas([{"w": torch.ones(2)}, {"w": torch.ones(3)}])

@@ -4,7 +4,8 @@ import pytest
 
 from speedtronic.distributed import earlier_sessions
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.earlier_sessions import Past, look_back, spooled_delta
+from speedtronic.distributed.delta import spooled_header
+from speedtronic.distributed.earlier_sessions import EarlierSessions, look_back
 from speedtronic.distributed.ledger import SPOOL, START
 from speedtronic.distributed.protocol import DeltaId, Position
 from speedtronic.distributed.requests import perform
@@ -26,22 +27,22 @@ def two_deltas() -> tuple[MemoryStore, AddingMaster, list[bytes]]:
     return store, master, deltas
 
 
-def look(store: MemoryStore, master: AddingMaster, node: str = "n", on_disk: tuple[str, ...] = ()) -> Past:
+def look(store: MemoryStore, master: AddingMaster, node: str = "n", on_disk: tuple[str, ...] = ()) -> EarlierSessions:
     return perform(look_back(node, master.head, master.schema, make_codec("fp32"), ("s9",), on_disk), store)
 
 
 def test_a_store_without_the_node_has_nothing_of_it() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
-    assert look(store, master, node="another") == Past(START, frozenset(), {"s9": 0})
+    assert look(store, master, node="another") == EarlierSessions(START, frozenset(), {"s9": 0})
 
 
-def test_deltas_on_their_way_count_one_after_the_other() -> None:
+def test_outstanding_deltas_count_one_after_the_other() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
     store.put_if_absent(SECOND, deltas[1])
     ids = {DeltaId("n", "s1", 1), DeltaId("n", "s1", 2)}
-    assert look(store, master) == Past(Position(4, 8, 40), frozenset(ids), {"s1": 2, "s9": 0})
+    assert look(store, master) == EarlierSessions(Position(4, 8, 40), frozenset(ids), {"s1": 2, "s9": 0})
 
 
 def test_marks_count_and_what_comes_after_them() -> None:
@@ -50,7 +51,9 @@ def test_marks_count_and_what_comes_after_them() -> None:
     master.take_in()
     assert look(store, master).covered == Position(2, 4, 20)
     store.put_if_absent(SECOND, deltas[1])
-    assert look(store, master) == Past(Position(4, 8, 40), frozenset({DeltaId("n", "s1", 2)}), {"s1": 2, "s9": 0})
+    assert look(store, master) == EarlierSessions(
+        Position(4, 8, 40), frozenset({DeltaId("n", "s1", 2)}), {"s1": 2, "s9": 0}
+    )
 
 
 def test_of_sessions_on_the_disk_only_marks_are_looked_at() -> None:
@@ -61,7 +64,7 @@ def test_of_sessions_on_the_disk_only_marks_are_looked_at() -> None:
     assert look(store, master, on_disk=("s1",)).covered == Position(2, 4, 20)
 
 
-def test_a_node_that_started_a_thousand_times_asks_for_its_last_lives_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_a_thousand_sessions_asks_only_for_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(earlier_sessions, "RECENT_SESSIONS", 2)
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
@@ -72,12 +75,12 @@ def test_a_node_that_started_a_thousand_times_asks_for_its_last_lives_only(monke
     counting = CountingStore(store)
     found = perform(look_back("n", head, master.schema, make_codec("fp32"), ("s9",), ()), counting)
     assert counting.requests == {"list": 1, "get": 3}, "s1, the last of the older, and s9"
-    assert found.seen == {"s9": 0, "s1": 1} | {f"s0{number}": 7 for number in range(5)}
+    assert found.last_seq == {"s9": 0, "s1": 1} | {f"s0{number}": 7 for number in range(5)}
     assert found.covered == Position(2, 4, 20)
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "another's", "nothing of ours"])
-def test_what_will_not_enter_does_not_count(damage: str) -> None:
+def test_a_delta_that_cannot_enter_does_not_count(damage: str) -> None:
     store, master, deltas = two_deltas()
     whole = deltas[0]
     data = {
@@ -92,17 +95,17 @@ def test_what_will_not_enter_does_not_count(damage: str) -> None:
     assert look(store, master).covered == Position(2, 4, 20)
 
 
-def test_what_is_larger_than_a_delta_can_be_is_not_read() -> None:
+def test_an_object_larger_than_a_delta_is_not_read() -> None:
     store, master, _ = two_deltas()
     store.put_if_absent(FIRST, bytes(2**20))
     assert look(store, master).covered == START
 
 
-def test_names_that_are_no_deltas_are_passed_over() -> None:
+def test_names_that_are_not_deltas_are_ignored() -> None:
     store, master, _ = two_deltas()
     for name in ("in/n/s1/x.safetensors", "in/n/00000001.safetensors", "in/n/s1/00000000.safetensors"):
         store.put_if_absent(name, b"x")
-    assert look(store, master) == Past(START, frozenset(), {"s9": 0})
+    assert look(store, master) == EarlierSessions(START, frozenset(), {"s9": 0})
 
 
 def test_a_spool_says_which_delta_it_holds_unless_it_is_damaged() -> None:
@@ -111,9 +114,9 @@ def test_a_spool_says_which_delta_it_holds_unless_it_is_damaged() -> None:
     life.boundary()
     life.run(life.node.spool())
     data = life.files.contents[SPOOL]
-    header = spooled_delta(data)
+    header = spooled_header(data)
     assert header is not None
     assert (header.id, header.position) == (DeltaId("n", "s1", 1), Position(2, 4, 20))
     for cut in (0, 7, 100, len(data) - 1):
-        assert spooled_delta(data[:cut]) is None
-    assert spooled_delta(data[:-1] + bytes([data[-1] ^ 128])) is None
+        assert spooled_header(data[:cut]) is None
+    assert spooled_header(data[:-1] + bytes([data[-1] ^ 128])) is None

@@ -19,9 +19,9 @@ from speedtronic.distributed.protocol import (
     weights_name,
 )
 from speedtronic.distributed.requests import Put, perform
+from speedtronic.distributed.schema import Schema
 from speedtronic.distributed.stores.base import Entry, Listing
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import Schema
 from speedtronic.errors import StoreContentError, StoreRefusedError, StoreUnavailableError
 from tests.support.masters import (
     INITIAL,
@@ -40,7 +40,7 @@ from tests.support.masters import (
     weights_of,
 )
 
-AVERAGING = MasterSettings(lr=1.0, momentum=0.0, expected_nodes=1)
+AVERAGING = MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=1)
 
 
 def weight_of(store: MemoryStore | Watched) -> Tensor:
@@ -73,17 +73,17 @@ def test_a_master_that_comes_later_takes_over_what_is_there() -> None:
     assert torch.equal(later.weights["weight"], INITIAL["weight"])
 
 
-def test_a_master_says_from_where_it_goes_on() -> None:
+def test_a_master_logs_the_version_from_which_it_continues() -> None:
     store, heard = MemoryStore(), Heard()
     first = new_master(AVERAGING)
     perform(first.poll(), store)
     send(store, "a", 1, [0.0] * 3)
     perform(first.poll(), store)
     perform(new_master(AVERAGING, heard=heard).poll(), store)
-    assert heard.words == "goes on from version 1 of the store"
+    assert heard.words == "continues from version 1 of the store"
 
 
-def test_a_manifest_that_nobody_could_read_is_not_created(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_too_large_to_read_is_not_created(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     monkeypatch.setattr("speedtronic.distributed.master.MANIFEST_LIMIT", 100)
     with pytest.raises(StoreContentError, match="too large"):
@@ -91,7 +91,7 @@ def test_a_manifest_that_nobody_could_read_is_not_created(monkeypatch: pytest.Mo
     assert names(store, "head/") == []
 
 
-def test_another_model_is_refused_with_what_to_do() -> None:
+def test_another_model_is_refused_with_the_remedy() -> None:
     store = MemoryStore()
     perform(new_master().poll(), store)
     other = Schema.of(torch.nn.Linear(2, 2))
@@ -102,7 +102,7 @@ def test_another_model_is_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("part", ["weights", "momentum"])
-def test_whole_objects_of_other_forms_are_named(part: str) -> None:
+def test_objects_with_other_dtypes_or_shapes_are_named(part: str) -> None:
     store = MemoryStore()
     perform(new_master(AVERAGING).poll(), store)
     send(store, "a", 1, [1.0] * 3)
@@ -115,7 +115,7 @@ def test_whole_objects_of_other_forms_are_named(part: str) -> None:
         perform(new_master(AVERAGING).poll(), store)
 
 
-def test_weights_that_are_gone_are_named_with_what_to_do() -> None:
+def test_missing_weights_are_named_with_the_remedy() -> None:
     store = MemoryStore()
     perform(new_master().poll(), store)
     store.delete(head_of(store).weights.path)
@@ -158,7 +158,10 @@ def test_deltas_are_added_in_sorted_order_whatever_the_order_in_which_they_came(
 
 
 def test_late_and_uneven_deltas_weigh_as_the_formula_says() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.5, expected_nodes=3, quorum=2))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.5, expected_nodes=3, quorum=2)),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [0.3, 0.0, 0.0], tokens=1000, steps=10)
     send(store, "b", 1, [0.0, 0.6, 0.0], tokens=4000, steps=20)
@@ -188,7 +191,10 @@ def test_late_and_uneven_deltas_weigh_as_the_formula_says() -> None:
 
 
 def test_a_node_of_twice_the_steps_weighs_no_more() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=2, quorum=2))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=2, quorum=2)),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [2.0, 0.0, 0.0], steps=10, tokens=1000)
     send(store, "b", 1, [0.0, 2.0, 0.0], steps=20, tokens=2000)
@@ -198,7 +204,10 @@ def test_a_node_of_twice_the_steps_weighs_no_more() -> None:
 
 
 def test_a_part_of_a_round_moves_its_part() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=4, quorum=1))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=4, quorum=1)),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [4.0, 0.0, 0.0])
     perform(master.poll(), store)
@@ -207,7 +216,7 @@ def test_a_part_of_a_round_moves_its_part() -> None:
 
 
 def test_deltas_of_one_node_in_one_round_count_as_one_larger_delta() -> None:
-    settings = MasterSettings(lr=1.0, momentum=0.5, expected_nodes=2, quorum=2)
+    settings = MasterSettings(outer_lr=1.0, outer_momentum=0.5, expected_nodes=2, quorum=2)
     one_by_one, at_once = MemoryStore(), MemoryStore()
     for store, parts in ((one_by_one, [1.0, 2.0, 3.0]), (at_once, [6.0])):
         master = new_master(settings)
@@ -234,7 +243,10 @@ def test_one_round_is_at_most_whole() -> None:
 
 
 def test_float_buffers_are_averaged_and_integer_buffers_are_taken_from_the_newest() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=4, quorum=2))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=4, quorum=2)),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [0.0] * 3, buffers={"running": torch.tensor([4.0, 10.0]), "count": torch.tensor(5)})
     send(store, "b", 1, [0.0] * 3, buffers={"running": torch.tensor([8.0, 10.0]), "count": torch.tensor(9)})
@@ -269,7 +281,10 @@ def test_frozen_parameters_stay() -> None:
 
 
 def test_bf16_deltas_are_decoded() -> None:
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=1, codec="bf16"))
+    store, master = (
+        MemoryStore(),
+        new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=1, codec="bf16")),
+    )
     perform(master.poll(), store)
     send(store, "a", 1, [0.1, 0.0, 0.0], codec="bf16")
     assert perform(master.poll(), store) == 1
@@ -283,13 +298,13 @@ def test_bf16_deltas_are_decoded() -> None:
         (MasterSettings(expected_nodes=4), 1.0, 0.5),
         (MasterSettings(expected_nodes=4, quorum=3), 1.0, 0.5),
         (MasterSettings(expected_nodes=4, quorum=4), 0.7, 0.9),
-        (MasterSettings(expected_nodes=4, quorum=4, lr=0.3, momentum=0.1), 0.3, 0.1),
+        (MasterSettings(expected_nodes=4, quorum=4, outer_lr=0.3, outer_momentum=0.1), 0.3, 0.1),
     ],
 )
 def test_learning_rate_and_momentum_follow_the_mode_unless_given(
     settings: MasterSettings, lr: float, momentum: float
 ) -> None:
-    assert (settings.learning_rate, settings.outer_momentum) == (lr, momentum)
+    assert (settings.lr, settings.momentum) == (lr, momentum)
 
 
 # --- When a round starts
@@ -352,7 +367,7 @@ def test_a_synchronous_round_waits_for_all() -> None:
 
 def test_without_a_number_the_nodes_of_the_last_five_rounds_are_expected() -> None:
     store, clock = MemoryStore(), Clock()
-    master = new_master(MasterSettings(lr=1.0, momentum=0.0, quorum=1), clock=clock)
+    master = new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, quorum=1), clock=clock)
     perform(master.poll(), store)
     for node in "abcd":
         send(store, node, 1, [0.0] * 3)
@@ -378,7 +393,7 @@ def test_a_node_whose_deltas_are_all_refused_is_not_expected() -> None:
 # --- What is refused
 
 
-def test_what_is_too_old_is_refused_and_passed() -> None:
+def test_a_stale_delta_is_refused_and_advances_the_mark() -> None:
     store, heard = MemoryStore(), Heard()
     master = new_master(MasterSettings(expected_nodes=1, max_staleness=1.5), heard=heard)
     perform(master.poll(), store)
@@ -436,7 +451,7 @@ def test_a_base_that_is_not_in_the_store_is_refused() -> None:
     assert "9" in head_of(store).rejected[0].reason
 
 
-def test_finite_values_whose_sum_would_not_be_are_refused() -> None:
+def test_finite_values_with_an_infinite_sum_are_refused() -> None:
     store, master = MemoryStore(), new_master(two_of_two())
     perform(master.poll(), store)
     send(store, "a", 1, [3e38] * 3)
@@ -446,7 +461,7 @@ def test_finite_values_whose_sum_would_not_be_are_refused() -> None:
     assert torch.equal(weight_of(store), INITIAL["weight"])
 
 
-def test_no_header_makes_a_sum_of_admitted_values_leave_float32() -> None:
+def test_no_header_makes_a_sum_of_admitted_values_overflow_float32() -> None:
     store, master = MemoryStore(), new_master(MasterSettings(expected_nodes=3, quorum=3))
     perform(master.poll(), store)
     send(store, "a", 1, [LARGEST] * 3, tokens=1, steps=2**62)
@@ -469,16 +484,16 @@ def test_a_value_where_the_global_mask_has_none_is_refused() -> None:
     assert torch.equal(weights_of(store, head_of(store))["running"], torch.tensor([-torch.inf, 10.0]))
 
 
-def test_a_version_takes_in_no_more_deltas_than_a_manifest_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_takes_at_most_as_many_deltas_as_a_manifest_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(master_module, "_MOST_IN_A_VERSION", 3)
-    store, master = MemoryStore(), new_master(MasterSettings(lr=1.0, momentum=0.0, expected_nodes=1))
+    store, master = MemoryStore(), new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=1))
     perform(master.poll(), store)
     sent = [send(store, "a", seq, [1.0] * 3).name for seq in range(1, 6)]
     assert [perform(master.poll(), store) for _ in range(3)] == [3, 2, 0]
     assert [manifest.applied for manifest in history_of(store)] == [(), tuple(sent[:3]), tuple(sent[3:])]
 
 
-def test_objects_that_are_no_deltas_are_left_alone() -> None:
+def test_objects_that_are_not_deltas_are_left_alone() -> None:
     store, master = MemoryStore(), new_master()
     perform(master.poll(), store)
     store.put_if_absent("in/readme.txt", b"hello")
@@ -529,7 +544,7 @@ def test_a_torn_delta_is_given_up_when_a_later_one_is_there() -> None:
     assert ([one.name for one in head.rejected], head.applied) == ([delta.name], (later.name,))
 
 
-def test_a_torn_delta_keeps_nobody_else_waiting() -> None:
+def test_a_torn_delta_does_not_delay_other_sessions() -> None:
     store, master = MemoryStore(), new_master(MasterSettings(expected_nodes=2, quorum=1))
     perform(master.poll(), store)
     delta = DeltaId("a", "s", 1)
@@ -562,7 +577,7 @@ def test_a_delta_that_a_listing_leaves_out_is_read_by_its_name() -> None:
     assert names(store, "in/") == []
 
 
-def test_a_gap_is_given_up_as_a_whole_however_long() -> None:
+def test_a_gap_of_any_length_is_given_up_as_a_whole() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
     send(store, "a", 1, [1.0] * 3)
@@ -576,7 +591,7 @@ def test_a_gap_is_given_up_as_a_whole_however_long() -> None:
     assert names(store, "in/") == []
 
 
-def test_a_delta_that_was_taken_away_does_not_stop_its_session_for_ever() -> None:
+def test_a_removed_delta_does_not_stop_its_session_for_ever() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
     later = send(store, "a", 2, [1.0] * 3)
@@ -663,7 +678,7 @@ def requests_of_a_life() -> int:
 
 @pytest.mark.parametrize("kills", [True, False], ids=["killed", "answer lost"])
 @pytest.mark.parametrize("done", [True, False], ids=["after", "before"])
-def test_an_end_at_any_request_changes_nothing_of_the_history(done: bool, kills: bool) -> None:
+def test_a_master_killed_at_any_request_changes_nothing_of_the_history(done: bool, kills: bool) -> None:
     undisturbed = MemoryStore()
     life(lambda procedure, store: perform(procedure, store), undisturbed)
     expected = history_of(undisturbed)
@@ -682,7 +697,7 @@ def test_an_end_at_any_request_changes_nothing_of_the_history(done: bool, kills:
         assert names(store, "in/") == [], f"request {at}"
 
 
-def test_a_master_whose_update_could_not_be_published_begins_again_from_the_store() -> None:
+def test_a_master_that_could_not_publish_reads_the_store_again() -> None:
     store, master = Watched(), new_master(MasterSettings(expected_nodes=1))
     perform(master.poll(), store)
     send(store.inner, "a", 1, [1.0] * 3)
@@ -702,7 +717,7 @@ def test_a_master_whose_update_could_not_be_published_begins_again_from_the_stor
     assert len(names(store, "w/")) == 2
 
 
-def test_a_store_that_lets_nobody_delete_stops_no_rounds() -> None:
+def test_a_store_that_refuses_deletions_stops_no_rounds() -> None:
     class Undeletable(Watched):
         def delete(self, name: str, **options: Any) -> None:
             raise StoreRefusedError("403: no permission to delete")
@@ -717,7 +732,7 @@ def test_a_store_that_lets_nobody_delete_stops_no_rounds() -> None:
     assert heard.words.count("no permission to delete") == 1, "it is said once"
 
 
-def test_a_clean_up_that_fails_loses_nothing_and_is_made_up_for() -> None:
+def test_a_failed_clean_up_loses_nothing_and_is_repeated() -> None:
     store, master, heard = Watched(), None, Heard()
     master = new_master(AVERAGING, heard=heard)
     perform(master.poll(), store)
@@ -725,7 +740,7 @@ def test_a_clean_up_that_fails_loses_nothing_and_is_made_up_for() -> None:
     store.refused = {"delete"}
     assert perform(master.poll(), store) == 1
     assert delta.name in names(store)
-    assert "is not deleted: delete in/a/s/00000001.safetensors: down" in heard.words
+    assert "could not be deleted: delete in/a/s/00000001.safetensors: down" in heard.words
     store.refused = set()
     assert perform(master.poll(), store) == 0
     assert names(store, "in/") == []
@@ -735,7 +750,7 @@ def test_a_clean_up_that_fails_loses_nothing_and_is_made_up_for() -> None:
 # --- What comes twice or late
 
 
-def test_a_processed_delta_that_comes_again_is_deleted_and_enters_no_more() -> None:
+def test_a_processed_delta_that_is_sent_again_is_deleted_and_does_not_enter() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
     for _ in range(3):
@@ -748,7 +763,7 @@ def test_a_processed_delta_that_comes_again_is_deleted_and_enters_no_more() -> N
     assert (head_of(store).version, names(store, "in/")) == (1, [])
 
 
-def test_a_listing_that_still_shows_deleted_deltas_misleads_nobody() -> None:
+def test_a_listing_that_still_shows_deleted_deltas_does_no_harm() -> None:
     class Ghosts(Watched):
         ghosts: tuple[Entry, ...] = ()
 
@@ -799,7 +814,7 @@ def test_a_master_that_wakes_hours_later_in_any_request_of_a_publication_does_no
 def test_two_masters_make_one_linear_history() -> None:
     choices = random.Random(6)
     store = MemoryStore()
-    settings = MasterSettings(lr=1.0, momentum=0.5, expected_nodes=2, quorum=1, keep_versions=3)
+    settings = MasterSettings(outer_lr=1.0, outer_momentum=0.5, expected_nodes=2, quorum=1, keep_versions=3)
     sent: dict[str, tuple[float, int]] = {}  # by name, value and base version
     count = dict.fromkeys("ab", 0)
     masters = [new_master(settings), new_master(settings)]
@@ -906,7 +921,7 @@ def test_what_another_master_may_still_name_is_not_an_orphan() -> None:
 # --- What is told
 
 
-def test_an_outer_step_is_told_with_its_numbers() -> None:
+def test_the_outer_step_event_has_its_numbers() -> None:
     store, heard = MemoryStore(), Heard()
     master = new_master(MasterSettings(expected_nodes=4, quorum=2), heard=heard)
     perform(master.poll(), store)
@@ -919,7 +934,7 @@ def test_an_outer_step_is_told_with_its_numbers() -> None:
     ]
 
 
-def test_marks_say_how_far_each_session_is() -> None:
+def test_marks_say_how_far_each_session_is_processed() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
     size = 0
@@ -932,20 +947,20 @@ def test_marks_say_how_far_each_session_is() -> None:
     assert (mark.version, mark.rounds, mark.bytes, mark.rejected, mark.reason) == (2, 2.0, size, 0, None)
 
 
-def test_another_outer_optimizer_begins_without_the_state_of_the_one_before() -> None:
+def test_another_outer_optimizer_starts_without_the_former_state() -> None:
     store, heard = MemoryStore(), Heard()
     perform(new_master(AVERAGING).poll(), store)
     send(store, "a", 1, [1.0] * 3)
     perform(new_master(AVERAGING).poll(), store)
-    master = new_master(MasterSettings(outer="sgd", lr=1.0, expected_nodes=1), heard=heard)
+    master = new_master(MasterSettings(outer="sgd", outer_lr=1.0, expected_nodes=1), heard=heard)
     send(store, "a", 2, [1.0] * 3, base_version=1)
     assert perform(master.poll(), store) == 1
-    assert "sgd begins without the state of nesterov" in heard.words
+    assert "sgd starts without the state of nesterov" in heard.words
     assert head_of(store).momentum is None
     assert torch.equal(weight_of(store), INITIAL["weight"] - 2)
 
 
-def test_a_version_whose_outer_state_is_none_is_refused_by_name() -> None:
+def test_a_version_with_an_invalid_outer_state_is_refused_by_name() -> None:
     store, settings = MemoryStore(), MasterSettings(outer="delayed_nesterov", expected_nodes=1)
     perform(new_master(settings).poll(), store)
     send(store, "a", 1, [1.0] * 3)
@@ -954,7 +969,7 @@ def test_a_version_whose_outer_state_is_none_is_refused_by_name() -> None:
     outer = head.outer.model_copy(update={"scalars": {"count": 7.0}})
     following = head.model_copy(update={"version": 2, "parent": head.sha256, "outer": outer})
     store.put_if_absent(head_name(2), following.to_bytes())
-    with pytest.raises(StoreContentError, match=r"head/00000002\.json: .*gathered 7\.0 rounds"):
+    with pytest.raises(StoreContentError, match=r"head/00000002\.json: .*count of 7\.0 rounds"):
         perform(new_master(settings).poll(), store)
 
 
@@ -971,7 +986,7 @@ def test_a_version_whose_outer_state_is_none_is_refused_by_name() -> None:
         {"poll_interval": float("nan")},
     ],
 )
-def test_settings_that_make_no_rounds_are_refused(wrong: dict[str, Any]) -> None:
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         MasterSettings(**wrong)
 

@@ -1,5 +1,4 @@
 import hashlib
-import itertools
 import json
 import sys
 from subprocess import run
@@ -15,11 +14,9 @@ from speedtronic.distributed.protocol import (
     Mark,
     Outer,
     Rejection,
-    claim_place,
     copy_name,
     find_head,
     head_name,
-    is_processed,
     momentum_name,
     parse_blob_version,
     parse_delta_name,
@@ -28,7 +25,7 @@ from speedtronic.distributed.protocol import (
     read_manifest,
     weights_name,
 )
-from speedtronic.distributed.requests import Put, answer, perform
+from speedtronic.distributed.requests import perform
 from speedtronic.distributed.stores.base import Entry, Listing
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import StoreContentError, StoreUnavailableError
@@ -105,7 +102,7 @@ def test_the_protocol_can_be_read_without_torch() -> None:
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_names_lead_back_to_what_they_name() -> None:
+def test_names_parse_back_to_what_they_name() -> None:
     delta = DeltaId("node-1", "20260101-ab.c", 12)
     assert delta.name == "in/node-1/20260101-ab.c/00000012.safetensors"
     assert parse_delta_name(delta.name) == delta
@@ -153,7 +150,7 @@ def test_a_copy_is_the_same_delta_under_another_name() -> None:
         "in/" + "a" * 129 + "/s/00000001.safetensors",
     ],
 )
-def test_what_is_no_delta_is_not_taken_for_one(name: str) -> None:
+def test_other_names_are_not_parsed_as_deltas(name: str) -> None:
     assert parse_delta_name(name) is None
 
 
@@ -233,7 +230,7 @@ BLOB = {"path": "w/00000000-n.safetensors", "size": 8, "sha256": HASH}
         edited(marks={"a/..": json.loads(MARK.model_dump_json())}),
     ],
 )
-def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+def test_an_invalid_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(StoreContentError):
         Manifest.from_bytes(data)
 
@@ -245,9 +242,9 @@ def test_another_protocol_is_named(version: int, word: str) -> None:
 
 
 def test_a_delta_up_to_the_mark_is_processed() -> None:
-    assert is_processed(manifest(), DeltaId("a", "s", 3))
-    assert not is_processed(manifest(), DeltaId("a", "s", 4))
-    assert not is_processed(manifest(), DeltaId("a", "t", 1))
+    assert manifest().has_processed(DeltaId("a", "s", 3))
+    assert not manifest().has_processed(DeltaId("a", "s", 4))
+    assert not manifest().has_processed(DeltaId("a", "t", 1))
 
 
 # --- The head
@@ -274,7 +271,7 @@ def test_an_idle_look_is_one_small_request_whatever_the_history(length: int) -> 
 
 @pytest.mark.parametrize("known", [None, 0, 3])
 @pytest.mark.parametrize("shown", [0, 1, 5])
-def test_a_lagging_listing_delays_and_misleads_nobody(known: int | None, shown: int) -> None:
+def test_a_lagging_listing_does_not_hide_the_head(known: int | None, shown: int) -> None:
     versions = history(8)
     store = Lagging(shown)
     for version in versions:
@@ -282,7 +279,7 @@ def test_a_lagging_listing_delays_and_misleads_nobody(known: int | None, shown: 
     assert perform(find_head(None if known is None else versions[known]), store) == versions[7]
 
 
-def test_a_listing_that_still_shows_what_is_gone_misleads_nobody() -> None:
+def test_a_listing_that_still_shows_deleted_manifests_does_no_harm() -> None:
     versions = history(3)
     store = store_with(versions)
 
@@ -293,7 +290,7 @@ def test_a_listing_that_still_shows_what_is_gone_misleads_nobody() -> None:
     assert perform(find_head(None), Ghosts(store.inner)) == versions[2]
 
 
-def test_a_version_that_does_not_follow_on_the_known_one_is_refused() -> None:
+def test_a_version_that_does_not_follow_the_known_one_is_refused() -> None:
     store = store_with([manifest(), manifest(1, parent=manifest(nonce="other"))])
     with pytest.raises(StoreContentError, match=r"head/00000001\.json does not follow"):
         perform(find_head(manifest()), store)
@@ -306,7 +303,7 @@ def test_a_manifest_that_cannot_be_read_is_named() -> None:
         perform(find_head(None), store)
 
 
-def test_what_is_said_of_a_foreign_manifest_is_short_and_holds_no_control_characters() -> None:
+def test_errors_about_a_foreign_manifest_are_short_and_printable() -> None:
     data = json.dumps({**json.loads(manifest().to_bytes()), "\x1b[2J" + "x" * 10_000: 1}).encode()
     with pytest.raises(StoreContentError) as caught:
         Manifest.from_bytes(data)
@@ -327,7 +324,7 @@ def test_a_manifest_under_another_name_is_refused() -> None:
 NAME = "in/a/s/00000001.safetensors"
 
 
-def test_an_object_of_ones_own_is_put_once() -> None:
+def test_an_own_object_is_put_once() -> None:
     store = Watched()
     assert perform(put_own(NAME, b"data"), store) == NAME
     assert store.requests == [("put", NAME)]
@@ -355,55 +352,8 @@ def test_a_store_that_keeps_nothing_whole_is_refused() -> None:
     store = Watched()
     for copy in range(protocol.MOST_COPIES):
         store.put_if_absent(copy_name(NAME, copy), b"other")
-    with pytest.raises(StoreContentError, match="does not keep"):
+    with pytest.raises(StoreContentError, match="did not keep"):
         perform(put_own(NAME, b"data"), store)
-
-
-# --- Places
-
-
-def test_each_node_gets_a_place_of_its_own_and_finds_it_again() -> None:
-    store = MemoryStore()
-    assert [perform(claim_place(node), store) for node in "abcab"] == [0, 1, 2, 0, 1]
-
-
-@pytest.mark.parametrize("at", range(4))
-@pytest.mark.parametrize("done", [True, False])
-def test_a_place_is_kept_over_a_lost_answer(at: int, done: bool) -> None:
-    store = MemoryStore()
-    perform(claim_place("a"), store)
-    with pytest.raises(StoreUnavailableError):
-        Fault(at, done=done, kills=False).run(claim_place("b"), store)
-    assert [perform(claim_place(node), store) for node in "bca"] == [1, 2, 0]
-
-
-@pytest.mark.parametrize("order", sorted(set(itertools.permutations("aaabbb"))))
-def test_nodes_that_claim_at_once_get_different_places(order: tuple[str, ...]) -> None:
-    store = MemoryStore()
-    places: dict[str, int] = {}
-    running = {node: claim_place(node) for node in "ab"}
-    asked = {node: next(procedure) for node, procedure in running.items()}
-    for node in itertools.chain(order, itertools.cycle("ab")):
-        if len(places) == 2:
-            break
-        if node in places:
-            continue
-        try:
-            asked[node] = running[node].send(answer(asked[node], store, None))
-        except StopIteration as end:
-            places[node] = end.value
-    assert sorted(places.values()) == [0, 1]
-
-
-def test_a_place_that_cannot_be_read_belongs_to_somebody_else() -> None:
-    store = MemoryStore()
-    store.put_if_absent("place/0000.json", b"?")
-    assert perform(claim_place("a"), store) == 1
-
-
-def test_a_place_is_asked_for_before_it_is_claimed() -> None:
-    procedure = claim_place("a")
-    assert not isinstance(next(procedure), Put)
 
 
 def test_fields_of_a_manifest_cannot_be_changed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from speedtronic.distributed.threads import Lane
+from speedtronic.distributed.threads import BackgroundThread
 
 SOON = 5.0  # seconds that a test waits for a thread before it fails
 NEVER = 3600.0
@@ -31,7 +31,7 @@ def counting(enough: int) -> tuple[Callable[[], bool], threading.Event]:
 
 def test_work_that_asks_for_more_is_called_again_at_once() -> None:
     work, done = counting(5)
-    lane = Lane("test", work, interval=NEVER, failed=ignore)
+    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
     lane.start()
     assert done.wait(SOON)
     assert lane.stop(SOON)
@@ -46,13 +46,13 @@ def test_work_is_done_again_after_the_interval() -> None:
             done.set()
         return False
 
-    lane = Lane("test", work, interval=0.001, failed=ignore)
+    lane = BackgroundThread("test", work, interval=0.001, failed=ignore)
     lane.start()
     assert done.wait(SOON)
     assert lane.stop(SOON)
 
 
-def test_a_lane_that_is_woken_during_its_work_does_it_once_more() -> None:
+def test_a_thread_woken_during_its_work_does_it_once_more() -> None:
     begun, go_on, twice, calls = threading.Event(), threading.Event(), threading.Event(), []
 
     def work() -> bool:
@@ -63,7 +63,7 @@ def test_a_lane_that_is_woken_during_its_work_does_it_once_more() -> None:
         go_on.wait(SOON)
         return False
 
-    lane = Lane("test", work, interval=NEVER, failed=ignore)
+    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
     lane.start()
     assert begun.wait(SOON)
     lane.wake()
@@ -73,7 +73,7 @@ def test_a_lane_that_is_woken_during_its_work_does_it_once_more() -> None:
     assert len(calls) == 2, "and not again and again"
 
 
-def test_an_error_is_told_and_the_lane_goes_on() -> None:
+def test_an_error_is_reported_and_the_thread_continues() -> None:
     told: list[Exception] = []
     done = threading.Event()
 
@@ -83,14 +83,14 @@ def test_an_error_is_told_and_the_lane_goes_on() -> None:
             return False
         raise OSError("the disk is full")
 
-    lane = Lane("test", work, interval=0.001, failed=told.append)
+    lane = BackgroundThread("test", work, interval=0.001, failed=told.append)
     lane.start()
     assert done.wait(SOON)
     assert lane.stop(SOON)
     assert [str(error) for error in told] == ["the disk is full"]
 
 
-def test_a_lane_that_hangs_is_left_to_end_by_itself() -> None:
+def test_a_hanging_thread_is_left_to_end_by_itself() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def work() -> bool:
@@ -98,7 +98,7 @@ def test_a_lane_that_hangs_is_left_to_end_by_itself() -> None:
         go_on.wait(SOON)
         return True
 
-    lane = Lane("test", work, interval=NEVER, failed=ignore)
+    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
     lane.start()
     assert begun.wait(SOON)
     assert not lane.stop(0.0)
@@ -106,7 +106,7 @@ def test_a_lane_that_hangs_is_left_to_end_by_itself() -> None:
     assert lane.stop(SOON), "it does no more work, though it asked for it"
 
 
-def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_of_it() -> None:
+def test_threads_that_share_a_stop_event_end_together() -> None:
     stopping = threading.Event()
     begun = threading.Event()
 
@@ -115,8 +115,8 @@ def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_o
         stopping.wait(NEVER)
         return True
 
-    waiting = Lane("waiting", work, interval=NEVER, failed=ignore, stopping=stopping)
-    idle = Lane("idle", lambda: False, interval=NEVER, failed=ignore, stopping=stopping)
+    waiting = BackgroundThread("waiting", work, interval=NEVER, failed=ignore, stopping=stopping)
+    idle = BackgroundThread("idle", lambda: False, interval=NEVER, failed=ignore, stopping=stopping)
     waiting.start()
     idle.start()
     assert begun.wait(SOON)
@@ -124,5 +124,5 @@ def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_o
     assert waiting.stop(SOON)
 
 
-def test_a_lane_that_was_never_started_is_stopped_without_waiting() -> None:
-    assert Lane("test", lambda: False, interval=NEVER, failed=ignore).stop(0.0)
+def test_a_thread_that_never_started_stops_without_waiting() -> None:
+    assert BackgroundThread("test", lambda: False, interval=NEVER, failed=ignore).stop(0.0)

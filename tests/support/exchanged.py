@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import DeltaHeader, pack_delta
 from speedtronic.distributed.protocol import Position
-from speedtronic.distributed.tensors import Schema, Tensors, snapshot
+from speedtronic.distributed.schema import Schema, Tensors, TensorType, snapshot
 
 TRAINED = ("first.weight", "first.bias", "phase", "norm.weight", "norm.bias")
 
@@ -63,3 +63,22 @@ def delta_bytes(model: nn.Module, delta: dict[str, Tensor], **changes: Any) -> b
     """A delta as a node sends it, whose header says what `changes` say."""
     header = header_of(Schema.of(model), **changes)
     return pack_delta(header, make_codec(header.codec).encode(delta, None).tensors, buffers_of(model))
+
+
+class Compiled(nn.Module):
+    """Has the names that `torch.compile` gives, without the seconds that its import takes."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner
+
+
+def assert_equal(left: Tensors, right: Tensors) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert (tensor.dtype, tensor.shape) == (right[name].dtype, right[name].shape), name
+        assert torch.equal(tensor, right[name]), name
+
+
+def types_of(tensors: Tensors) -> dict[str, TensorType]:
+    return {name: TensorType(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}

@@ -13,10 +13,10 @@ import torch
 
 from speedtronic.distributed.outer import MasterOuterLoop
 from speedtronic.distributed.protocol import DELTAS, DeltaId, parse_delta_name
+from speedtronic.distributed.schema import Schema, TensorSpec
 from speedtronic.distributed.stores.base import Entry, Listing
 from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import Schema, TensorSpec
 from tests.support.masters import INITIAL, SCHEMA, Heard, send
 
 LARGE = Schema({f"layer{number:02d}": TensorSpec("trained", (2**18,), torch.float32) for number in range(32)})

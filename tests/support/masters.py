@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import DeltaHeader, pack_delta
 from speedtronic.distributed.master import Master, MasterSettings
+from speedtronic.distributed.outer import outer_optimizer
+from speedtronic.distributed.packed_tensors import PackedTensors
 from speedtronic.distributed.protocol import DeltaId, Manifest, Position, find_head, read_manifest
 from speedtronic.distributed.requests import Effect, List, Procedure, T, answer, perform
+from speedtronic.distributed.schema import Schema, Tensors, snapshot
 from speedtronic.distributed.stores.base import Listing, Store
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import PackedTensors, Schema, Tensors, snapshot
 from speedtronic.errors import StoreUnavailableError
 
 
@@ -81,10 +83,12 @@ def new_master(
 ) -> Master:
     """A master that knows nothing yet, with nonces that no other master uses."""
     life, attempts = next(_lives), itertools.count()
+    settings = settings or MasterSettings(expected_nodes=1)
     return Master(
         schema,
         {name: value.clone() for name, value in (INITIAL if initial is None else initial).items()},
-        settings or MasterSettings(expected_nodes=1),
+        settings,
+        new_outer=outer_optimizer(settings),
         nonce=lambda: f"m{life}-{next(attempts)}",
         clock=clock or Clock(),
         now=lambda: "2026-01-01T00:00:00.000+00:00",

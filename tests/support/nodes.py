@@ -14,6 +14,7 @@ from speedtronic.checkpoint.tree import decode, encode
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import open_delta
 from speedtronic.distributed.node import Install, Node
+from speedtronic.distributed.packed_tensors import pack_tensors, unpack_tensors
 from speedtronic.distributed.protocol import (
     PROTOCOL,
     Blob,
@@ -23,15 +24,14 @@ from speedtronic.distributed.protocol import (
     Rejection,
     find_head,
     head_name,
-    is_processed,
     list_all,
     parse_delta_name,
     weights_name,
 )
 from speedtronic.distributed.requests import Effect, Procedure, answer, perform
+from speedtronic.distributed.schema import Schema, Tensors, rebase_, snapshot
 from speedtronic.distributed.stores.base import Buffer, Store
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import Schema, Tensors, pack_tensors, rebase_, snapshot, unpack_tensors
 
 STEPS = 64  # as many as a model has numbers
 FULL_DISK = OSError(28, "No space left on device")
@@ -135,10 +135,10 @@ class Life:
             self.node.stepped(self.step)
 
     def boundary(self) -> str:
-        taken = self.node.take()
+        taken = self.node.start_boundary()
         if taken == "queued":
             values = snapshot(self.model, self.node.spare(), names=self.node.exchanged)
-            self.node.boundary(values, 1.5)
+            self.node.give_snapshot(values, 1.5)
         return taken
 
     def hand_over(self, steps: int = 2) -> str:
@@ -212,16 +212,16 @@ class AddingMaster:
     def weights(self) -> Tensors:
         data = self.store.get(self.head.weights.path, limit=self.head.weights.size)
         assert data is not None
-        return unpack_tensors(data, self.schema.forms())[0]
+        return unpack_tensors(data, self.schema.types())[0]
 
     def take_in(self, *, refuse: bool = False, most: int = STEPS) -> int:
         """Publish a version of all deltas that are there and follow on those before; return how many there were."""
         weights, marks, taken = self.weights, dict(self.head.marks), 0
         names = [entry.name for entry in perform(list_all("in/"), self.store)][:most]
         for delta in sorted(filter(None, map(parse_delta_name, names))):
-            if is_processed(self.head, delta):
+            if self.head.has_processed(delta):
                 continue
-            assert delta.seq == (marks[delta.lineage].seq if delta.lineage in marks else 0) + 1
+            assert delta.seq == (marks[delta.session_key].seq if delta.session_key in marks else 0) + 1
             data = self.store.get(delta.name, limit=2**20)
             assert data is not None
             opened = open_delta(data, self.schema, self.codec)
@@ -231,7 +231,7 @@ class AddingMaster:
                     name: value - opened.tensors[name] if name in opened.tensors else opened.buffers[name]
                     for name, value in weights.items()
                 }
-            marks[delta.lineage] = self._mark(delta.seq, opened.header.position._asdict(), refuse)
+            marks[delta.session_key] = self._mark(delta.seq, opened.header.position._asdict(), refuse)
             taken += 1
         if taken:
             self.head = self._publish(self.head, weights, marks)

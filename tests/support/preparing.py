@@ -25,7 +25,7 @@ def main(request: str, place: str) -> None:
             die()
 
     if place == "publish":
-        module.publish = die
+        module.publish_folder = die
     clock = itertools.count(0, 1000).__next__  # every unit is noted
     module.prepare(options.pop("paths"), options.pop("out"), processes=2, on_progress=told, clock=clock, **options)
 

@@ -7,13 +7,13 @@ import signal
 import time
 from pathlib import Path
 
-from speedtronic.data.prepare.work_units import Unit
+from speedtronic.data.prepare.encode import Unit
 from speedtronic.errors import DataError
 
 
 def size(unit: Unit) -> tuple[int, int]:
     """The size of the unit, and in which process it was found."""
-    return sum(span.size for span in unit.spans), os.getpid()
+    return sum(chunk.size for chunk in unit.chunks), os.getpid()
 
 
 def parallelism(unit: Unit) -> str | None:

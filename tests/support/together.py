@@ -12,9 +12,9 @@ from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.node import Node
 from speedtronic.distributed.outer import MasterOuterLoop
 from speedtronic.distributed.requests import perform
+from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.base import Store
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.distributed.tensors import Schema, rebase_, snapshot
 from tests.support.masters import Heard
 from tests.support.nodes import MemoryFiles
 
@@ -89,8 +89,8 @@ class Worker:
             self.step += 1
             self.node.count(16, 16)
             self.node.stepped(self.step)
-        assert self.node.take() == "queued"
-        self.node.boundary(snapshot(self.model, names=self.node.exchanged), 1.0)
+        assert self.node.start_boundary() == "queued"
+        self.node.give_snapshot(snapshot(self.model, names=self.node.exchanged), 1.0)
         assert perform(self.node.spool(), self.store, self.files)
         while not perform(self.node.upload(), self.store, self.files):
             pass

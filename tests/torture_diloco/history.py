@@ -95,9 +95,9 @@ def _wrong_marks(manifests: Sequence[Manifest]) -> Iterator[str]:
         ids = sorted(id for id in map(parse_delta_name, named) if id is not None)
         reached = {key: mark.seq for key, mark in before.marks.items()}
         for id in ids:
-            if id.seq != reached.get(id.lineage, 0) + 1:
+            if id.seq != reached.get(id.session_key, 0) + 1:
                 yield f"version {manifest.version} deals with {id.name} out of turn"
-            reached[id.lineage] = id.seq
+            reached[id.session_key] = id.seq
         if reached != {key: mark.seq for key, mark in manifest.marks.items()}:
             yield f"the marks of version {manifest.version} are not those of the deltas that it deals with"
 

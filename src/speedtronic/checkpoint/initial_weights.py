@@ -1,7 +1,7 @@
 """Weights to start a model from: safetensors files, our own checkpoints, Hugging Face folders.
 
-Headers are read first and held against the model. Then one tensor at a time goes from its file into the model, so that
-memory never holds the weights twice.
+Headers are read first and compared with the model. Then tensors go from their files into the model one at a time, so
+that memory never holds the weights twice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint.entries import scan
 from speedtronic.checkpoint.manager import LATEST, CheckpointManager
-from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest, reading
-from speedtronic.checkpoint.snapshot import check_files, stored_average
-from speedtronic.checkpoint.tree import decode
+from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, read_manifest, reading
+from speedtronic.checkpoint.snapshot import check_files, read_trees, saved_parts, stored_average
 from speedtronic.durable.files import FileSystem, fill
 from speedtronic.durable.tensor_file import StoredTensor, TensorPlace, read_header, read_tensor
 from speedtronic.errors import CheckpointError
@@ -37,19 +36,19 @@ _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 _WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DistributedDataParallel put before a model's names
 
 Translation = Callable[[Mapping[str, Any], list[str]], Mapping[str, str]]
-"""The model's name of each tensor in a Hugging Face folder, from its `config.json` and its own names."""
+"""Gives the model's name of each tensor in a Hugging Face folder, from its `config.json` and its own names."""
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What a model started from.
+    """The weights that a model started from.
 
     Attributes:
         source: the file or folder that was read.
-        loaded: names of the model's tensors that have their values from there, in the order of its `state_dict`.
-        tokenizer: the `spec` of the tokenizer that they were trained with; None where the source does not say.
+        loaded: names of the model's tensors that were loaded, in the order of its `state_dict`.
+        tokenizer: the `spec` of the tokenizer that they were trained with; None if the source does not say.
         averaged: whether they are the averaged weights of a run with `optimizer.ema`.
-        model: the `model` section of the configuration that they were trained with; None where the source does not say.
+        model: the `model` section of the configuration that they were trained with; None if the source does not say.
     """
 
     source: Path
@@ -73,20 +72,20 @@ def load_initial_weights(
 ) -> InitialWeights:
     """Copy weights into a model, converted to its dtypes and devices.
 
-    Names are compared as they are, but for two rules. A wrapper's prefix that all names of the source share
-    (`_orig_mod.`, `module.`) is taken off, unless the model's names have it. Where then no name is the model's and the
-    model has a `base_model_prefix`, as Hugging Face's do, that is put before them. A name that the source lacks is no
-    mismatch when the model has the same tensor, tied, under a name that is there.
+    Names must be equal, with two exceptions. If all names of the source share the prefix of a wrapper (`_orig_mod.`,
+    `module.`) and the model's names do not have it, it is removed. If then no name is one of the model's and the model
+    has a `base_model_prefix`, as models of Hugging Face do, that is put before the names. A name may be missing in the
+    source if the model ties its tensor to one that is there.
 
     Args:
         model: parameters and persistent buffers are loaded, in place.
-        path: a `.safetensors` file; one of our checkpoints, or a folder of checkpoints or of a run, from which the
-            newest sound one is taken, and of it the averaged weights where the run kept an average (`optimizer.ema`);
-            a Hugging Face folder, with its weights in one file or several.
+        path: a `.safetensors` file; one of our checkpoints; a folder of checkpoints or of a run, from which the newest
+            sound one is taken; or a Hugging Face folder, with its weights in one file or several. From a checkpoint
+            the averaged weights are taken if the run kept an average (`optimizer.ema`).
         strict: whether every name must be there with its shape. Otherwise what fits is loaded.
-        translate: what the tensors of a Hugging Face folder are called in the model; one that it leaves out is not
-            loaded. None leaves the names as they are.
-        warn: told what did not fit, where `strict` is false, and of damaged checkpoints that were passed over.
+        translate: names the tensors of a Hugging Face folder as the model does. One that it leaves out is not loaded.
+            None keeps the names.
+        warn: told what did not fit if `strict` is false, and of damaged checkpoints that were passed over.
 
     Raises:
         CheckpointError: there are no weights at the path, or they are damaged, or in a format that can run code; they
@@ -98,13 +97,26 @@ def load_initial_weights(
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    tensors = source.tensors if translate is None or not source.is_hugging_face else _translated(source, translate)
+
+    tensors = source.tensors
+    if translate is not None and source.is_hugging_face:
+        file = source.path / HUGGING_FACE_CONFIG
+        config = _read_json(file) if file.exists() else {}
+        with reading(source.path):
+            names = translate(config, list(tensors))
+        tensors = {name: tensors[theirs] for theirs, name in names.items()}
     offered = _renamed(tensors, own, getattr(model, "base_model_prefix", ""))
+
     _check_fit(source.path, offered, own, strict, warn)
     fitting = {name: stored for name, stored in offered.items() if name in own and _fits(stored.place, own[name])}
     _copy(fitting, own)
-    loaded = tuple(name for name in own if name in fitting)
-    return InitialWeights(source.path, loaded, source.tokenizer, source.averaged, source.model)
+    return InitialWeights(
+        source=source.path,
+        loaded=tuple(name for name in own if name in fitting),
+        tokenizer=source.tokenizer,
+        averaged=source.averaged,
+        model=source.model,
+    )
 
 
 # ---------------------------------------------------------------------- finding
@@ -122,16 +134,19 @@ class _Source:
 
 def _find(path: Path, warn: Callable[[str], None]) -> _Source:
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder to take weights from")
+        raise CheckpointError(f"{path}: no such file or folder to take weights from")
     if path.is_file():
         if _is_pickle(path):
             raise CheckpointError(_pickle_refused(path))
         return _Source(path, _tensors_of_file(path))
     if (path / MANIFEST).exists():
-        return _from_checkpoint(path)
+        return _from_checkpoint(path, verify=True)
     for folder in (path, path / "checkpoints"):
         if (folder / LATEST).exists() or scan(FileSystem(), folder):
-            return _from_newest_checkpoint(folder, warn)
+            newest = CheckpointManager(folder, warn=warn).verified_path()
+            if newest is None:
+                raise CheckpointError(f"{folder}: there is no checkpoint here to take weights from")
+            return _from_checkpoint(newest, verify=False)
     if (path / HUGGING_FACE_WEIGHTS).exists():
         return _Source(path, _tensors_of_file(path / HUGGING_FACE_WEIGHTS), is_hugging_face=True)
     if (path / HUGGING_FACE_INDEX).exists():
@@ -140,7 +155,7 @@ def _find(path: Path, warn: Callable[[str], None]) -> _Source:
     if pickles:
         raise CheckpointError(_pickle_refused(pickles[0]))
     raise CheckpointError(
-        f"{path}: no weights here; name a .safetensors file, a checkpoint or the folder of a run, or a Hugging Face "
+        f"{path}: no weights here; name a .safetensors file, a checkpoint, the folder of a run, or a Hugging Face "
         f"folder with {HUGGING_FACE_WEIGHTS} or {HUGGING_FACE_INDEX}"
     )
 
@@ -153,50 +168,39 @@ def _pickle_refused(path: Path) -> str:
     return (
         f"{path}: a pickle, which could run code when it is loaded, so it is not read. Convert it once: "
         f"model.load_state_dict(torch.load({path.name!r}, weights_only=True)); "
-        "safetensors.torch.save_model(model, 'weights.safetensors'). A Hugging Face model writes safetensors itself, "
-        "by save_pretrained"
+        "safetensors.torch.save_model(model, 'weights.safetensors'). A Hugging Face model writes safetensors with "
+        "save_pretrained"
     )
 
 
-def _from_newest_checkpoint(folder: Path, warn: Callable[[str], None]) -> _Source:
-    manager = CheckpointManager(folder, warn=warn)
-    newest = manager.verified_path()
-    if newest is None:
-        raise CheckpointError(f"{folder}: there is no checkpoint here to take weights from")
-    return _contents(newest)
-
-
-def _from_checkpoint(path: Path) -> _Source:
+def _from_checkpoint(path: Path, *, verify: bool) -> _Source:
+    fs = FileSystem()
     with reading(path):
-        check_files(FileSystem(), path, read_manifest(FileSystem(), path))
-    return _contents(path)
-
-
-def _contents(checkpoint: Path) -> _Source:
-    trees = _read_json(checkpoint / STATE_TREE)
-    state = trees.get("state")
-    with reading(checkpoint / STATE_TREE):
-        saved = state if isinstance(state, dict) else {}
-        tokenizer, config = (decode(saved.get(part), {}) for part in ("tokenizer", "config"))
-    with reading(checkpoint):
-        average = stored_average(checkpoint, trees)
-    tensors = _tensors_of_file(checkpoint / MODEL_TENSORS) | average
-    return _Source(checkpoint, tensors, tokenizer, averaged=bool(average), model=_model_section(config))
-
-
-def _model_section(config: Any) -> dict[str, Any] | None:
+        manifest = read_manifest(fs, path)
+        if verify:
+            check_files(fs, path, manifest)
+        trees = read_trees(fs, path, manifest)
+        average = stored_average(path, trees)
+        tokenizer, config = saved_parts(trees, "tokenizer", "config")
     section = config.get("model") if isinstance(config, dict) else None
-    return section if isinstance(section, dict) else None
+    return _Source(
+        path,
+        _tensors_of_file(path / MODEL_TENSORS) | average,
+        tokenizer=tokenizer,
+        averaged=bool(average),
+        model=section if isinstance(section, dict) else None,
+    )
 
 
 def _tensors_of_index(index: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder whose weights are in several files, each from the file that the index names."""
+    """The tensors of a folder with its weights in several files, each from the file that the index names."""
     files = _read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{index}: not an index of safetensors files: it has no weight_map from names to files")
-    outside = sorted({file for file in files.values() if not _is_plain_name(file)})
-    if outside:
-        raise CheckpointError(f"{index}: names {outside[0]!r}, which is no file of its own folder")
+    for file in sorted(set(files.values())):
+        # Printable, because no file system accepts a null character or half of a surrogate pair in a name.
+        if Path(file).name != file or file in {"", ".."} or "\\" in file or not file.isprintable():
+            raise CheckpointError(f"{index}: names {file!r}, which is not a file of its own folder")
     held = {file: _tensors_of_file(index.parent / file) for file in sorted(set(files.values()))}
     missing = [f"{name} is not in {file}" for name, file in files.items() if name not in held[file]]
     if missing:
@@ -204,13 +208,8 @@ def _tensors_of_index(index: Path) -> dict[str, StoredTensor]:
     return {name: held[file][name] for name, file in files.items()}
 
 
-def _is_plain_name(file: str) -> bool:
-    # Printable, because a null character or half of a surrogate pair is no name to any file system.
-    return Path(file).name == file and file not in {"", ".."} and "\\" not in file and file.isprintable()
-
-
 def _tensors_of_file(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, and the names that its metadata gives to tied ones."""
+    """The tensors of a safetensors file, also under the names that its metadata gives to tied ones."""
     with reading(path):
         header = read_header(path)
     stored = header.stored(path)
@@ -236,27 +235,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- comparing
 
 
-def _translated(source: _Source, translate: Translation) -> dict[str, StoredTensor]:
-    file = source.path / HUGGING_FACE_CONFIG
-    config = _read_json(file) if file.exists() else {}
-    with reading(source.path):
-        names = translate(config, list(source.tensors))
-    return {name: source.tensors[theirs] for theirs, name in names.items()}
-
-
 def _renamed(stored: Mapping[str, StoredTensor], own: Collection[str], base_prefix: str) -> dict[str, StoredTensor]:
-    """The stored tensors under the names that the model has for them."""
+    """The stored tensors under the model's names for them."""
     names = {name: name for name in stored}
-    while (prefix := _shared_wrapper(names.values())) and not any(name.startswith(prefix) for name in own):
-        names = {name: shorter.removeprefix(prefix) for name, shorter in names.items()}
+    while prefix := next((p for p in _WRAPPERS if names and all(name.startswith(p) for name in names.values())), None):
+        if any(name.startswith(prefix) for name in own):
+            break
+        names = {name: wrapped.removeprefix(prefix) for name, wrapped in names.items()}
     if base_prefix and not any(name in own for name in names.values()):
         names = {name: f"{base_prefix}.{shorter}" for name, shorter in names.items()}
     return {names[name]: tensor for name, tensor in stored.items()}
-
-
-def _shared_wrapper(names: Iterable[str]) -> str | None:
-    shared = list(names)
-    return next((p for p in _WRAPPERS if shared and all(name.startswith(p) for name in shared)), None)
 
 
 def _fits(place: TensorPlace, tensor: Tensor) -> bool:
@@ -270,73 +258,62 @@ def _check_fit(
     strict: bool,
     warn: Callable[[str], None],
 ) -> None:
-    problems = [*_missing(offered, own), *_unexpected(offered, own), *_misfits(offered, own)]
+    # A tied tensor is there if it has a value under any of its names.
+    there = {id(tensor) for name, tensor in own.items() if name in offered}
+    problems = [f"{name} is missing there" for name, tensor in own.items() if id(tensor) not in there]
+    problems += [f"{name} is not in this model" for name in offered if name not in own]
+    fits = {name: _fits(stored.place, own[name]) for name, stored in offered.items() if name in own}
+    for name in (name for name, is_fit in fits.items() if not is_fit):
+        theirs, ours = offered[name].place, own[name]
+        problems.append(
+            f"{name} has shape {tuple(theirs.shape)} {theirs.dtype} there and {tuple(ours.shape)} {ours.dtype} in this "
+            "model"
+        )
     if not problems:
         return
+
     listed = "\n  ".join(problems)
     if strict:
         raise CheckpointError(
             f"{path}: these weights are not those of this model:\n  {listed}\n"
             "Change the model, or set run.init_strict: false to load what fits"
         )
-    if not any(name in own and _fits(stored.place, own[name]) for name, stored in offered.items()):
+    if not any(fits.values()):
         raise CheckpointError(f"{path}: none of these weights fits this model:\n  {listed}")
     warn(f"{path}: not all of these weights are those of this model; the rest is loaded:\n  {listed}")
-
-
-def _missing(offered: Collection[str], own: Mapping[str, Tensor]) -> Iterator[str]:
-    there = {id(tensor) for name, tensor in own.items() if name in offered}
-    return (f"{name} is missing there" for name, tensor in own.items() if id(tensor) not in there)
-
-
-def _unexpected(offered: Collection[str], own: Collection[str]) -> Iterator[str]:
-    return (f"{name} is not in this model" for name in offered if name not in own)
-
-
-def _misfits(offered: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> Iterator[str]:
-    for name, stored in offered.items():
-        if name in own and not _fits(stored.place, own[name]):
-            there, here = stored.place, own[name]
-            yield (
-                f"{name} has shape {tuple(there.shape)} {there.dtype} there and {tuple(here.shape)} {here.dtype} in "
-                "this model"
-            )
 
 
 # ---------------------------------------------------------------------- copying
 
 
 def _copy(fitting: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> None:
-    """Fill the model's tensors, reading each file once from its start to its end."""
+    """Fill the model's tensors. Each file is read once from its start to its end."""
     by_file: dict[Path, list[tuple[str, StoredTensor]]] = {}
     for name, stored in sorted(fitting.items(), key=lambda item: item[1].begin):
         by_file.setdefault(stored.file, []).append((name, stored))
+
     filled_by: dict[int, str] = {}
     for path, entries in by_file.items():
         with reading(path), FileIO(path) as file, torch.no_grad():
             for name, stored in entries:
                 file.seek(stored.begin)
-                tensor = read_tensor(partial(fill, file), stored.place)
-                former = filled_by.setdefault(id(own[name]), name)
+                tensor, target = read_tensor(partial(fill, file), stored.place), own[name]
+                former = filled_by.setdefault(id(target), name)
                 if former == name:
-                    own[name].copy_(tensor)
-                    _check_held(name, tensor, own[name])
-                else:
-                    _check_equal(name, former, tensor, own[name])
+                    target.copy_(tensor)
+                    _check_range(name, tensor, target)
+                elif not torch.equal(tensor.to(target), target):
+                    raise CheckpointError(
+                        f"{name} and {former} differ there, and are one tied tensor in this model; build the model "
+                        "untied (model.tie_weights: false)"
+                    )
 
 
-def _check_held(name: str, tensor: Tensor, filled: Tensor) -> None:
+def _check_range(name: str, tensor: Tensor, filled: Tensor) -> None:
+    """Raise CheckpointError if a finite value became infinite in the model's dtype."""
     if filled.dtype != tensor.dtype and bool((infinite := filled.isinf()).any()):
         were_infinite = tensor.double().isinf().to(filled.device)
         if bool((infinite & ~were_infinite).any()):
             raise CheckpointError(
                 f"{name} has values that are too large for {filled.dtype}; build the model in bfloat16 or float32"
             )
-
-
-def _check_equal(name: str, former: str, tensor: Tensor, filled: Tensor) -> None:
-    if not torch.equal(tensor.to(filled), filled):
-        raise CheckpointError(
-            f"{name} and {former} differ there, and are one tied tensor in this model; build the model untied "
-            "(model.tie_weights: false)"
-        )

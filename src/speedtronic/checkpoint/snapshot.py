@@ -145,7 +145,7 @@ def read_state(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str,
 
 
 def read_trees(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """The contents of `state.json`, compared with the manifest: the encoded state, and in `model` that of the model.
+    """The contents of `state.json`, compared with the manifest: the encoded `state` and, if there is one, `model`.
 
     Raises:
         CheckpointError: the file is missing, damaged, or does not hold a state.

@@ -1,7 +1,7 @@
 """A state tree as JSON plus named tensors, and back, equal.
 
-What JSON has (None, bool, str, lists, dicts with string keys, finite floats, integers of 64 bits) stands
-for itself. Everything else is a dict with one key that starts with `$`:
+Values that JSON has (None, bool, str, lists, dicts with string keys, finite floats, integers of 64 bits) stay as they
+are. Everything else is a dict with one key that starts with `$`:
 
     {"$tuple": [item, …]}                a tuple
     {"$dict": [[key, value], …]}         a dict with integer keys, or with string keys that start with `$`
@@ -13,7 +13,7 @@ for itself. Everything else is a dict with one key that starts with `$`:
     {"$ndarray": [name, dtype, shape]}   a numpy array: its bytes as a named uint8 tensor, its dtype as
                                          numpy's .npy files describe it, its shape
 
-Reading a tree builds these types and no others: nothing in it can name code.
+Reading a tree builds these types and no others, so nothing in it can name code.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class EncodedTree(NamedTuple):
-    """A tree on its way to disk.
+    """A tree that is ready to be written.
 
     Attributes:
         tree: JSON values only.
-        tensors: what the tree refers to by name, detached, on the device it was on, sharing its memory.
-        aliases: paths of tensors that are the very same memory as an earlier one, to that one's name.
+        tensors: the tensors that the tree names, detached, on their own devices, sharing the memory of the originals.
+        aliases: from the path of a tensor that is the same memory as an earlier one, to the name of that one.
     """
 
     tree: Any
@@ -49,16 +49,15 @@ class EncodedTree(NamedTuple):
 
 
 def encode(tree: Any, *, root: str = "") -> EncodedTree:
-    """Encode a tree. A tensor's name is its path with dots; memory that appears twice is named once.
+    """Encode a tree. A tensor's name is its path with dots; memory that appears twice has one name.
 
     Args:
         tree: dicts (string or integer keys), lists, tuples, None, bool, int, float, str, bytes, tensors and
             numpy arrays. Subclasses of the plain types count as those: an `OrderedDict` comes back as a dict.
-        root: what error messages put before the paths.
+        root: stands before the paths in error messages.
 
     Raises:
-        CheckpointError: something in the tree is none of these, or cannot be stored; the message names its
-            path.
+        CheckpointError: something in the tree has another type, or cannot be stored; the message names its path.
     """
     encoder = _Encoder(root)
     try:
@@ -78,10 +77,10 @@ def check(tree: Any) -> None:
 
 
 def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that `encode` was given. A name that stands in several places is one tensor again.
+    """The tree that was given to `encode`. A name that stands in several places becomes one tensor again.
 
     Raises:
-        CheckpointError: this is not an encoded tree, or a tensor that it names is not there.
+        CheckpointError: this is not an encoded tree, or a tensor that it names is missing.
     """
     try:
         return _decode(encoded, tensors)
@@ -90,14 +89,14 @@ def decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class _Encoder:
-    """Paths are dotted names here, those of the tensors. A state may have tens of thousands of nodes, and training
-    waits for this: nothing is computed for a node that is not needed for it."""
+    """Paths are dotted names, those of the tensors. A state may have tens of thousands of nodes, and training waits
+    for this, so nothing is computed for a node that does not need it."""
 
     def __init__(self, root: str) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._root = root
-        self._seen: dict[int, list[tuple[Tensor, str]]] = {}
+        self._seen: dict[int, list[tuple[Tensor, str]]] = {}  # tensors by their address, with their names
 
     def encode(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
@@ -105,7 +104,8 @@ class _Encoder:
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, int):
-            return _encode_int(value)
+            number = int(value)  # without a subclass
+            return number if number in _INT64 else {"$int": hex(number)}
         if isinstance(value, float):
             return value if math.isfinite(value) else {"$float": repr(float(value))}
         if isinstance(value, dict):
@@ -140,7 +140,10 @@ class _Encoder:
         tensor = value.detach() if value.requires_grad else value
         is_complex = tensor.dtype.is_complex
         self._check_storable(tensor, path)
-        name = self._former(tensor)
+
+        # A tensor that is the same memory as an earlier one, shown in the same way, gets the name of that one.
+        same_address = self._seen.get(tensor.data_ptr(), []) if tensor.numel() > 0 else []
+        name = next((name for other, name in same_address if _is_same(tensor, other)), None)
         if name is not None:
             self.aliases[_printable(path)] = name
         elif is_complex:
@@ -151,13 +154,6 @@ class _Encoder:
             self._seen.setdefault(tensor.data_ptr(), []).append((tensor, name))
         return {"$complex" if is_complex else "$tensor": name}
 
-    def _former(self, tensor: Tensor) -> str | None:
-        """The name of a tensor before this one that is the same memory, shown in the same way."""
-        seen = self._seen.get(tensor.data_ptr())
-        if seen is None or tensor.numel() == 0:
-            return None
-        return next((name for other, name in seen if _is_same(tensor, other)), None)
-
     def _check_storable(self, tensor: Tensor, path: str) -> None:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             raise self._error(path, f"a tensor of layout {tensor.layout} cannot be saved; make it dense")
@@ -167,22 +163,18 @@ class _Encoder:
             raise self._error(path, f"a tensor of {tensor.dtype} cannot be saved; safetensors has no such dtype")
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> dict[str, Any]:
-        description = self._dtype_description(array.dtype, path)
-        name = self._add(_array_bytes(array), path)
-        return {"$ndarray": [name, self.encode(description, path), list(array.shape)]}
-
-    def _dtype_description(self, dtype: np.dtype[Any], path: str) -> Any:
-        """The dtype as .npy headers hold it, when numpy makes an equal one of it again."""
+        # The dtype is described as in .npy files, if numpy makes an equal dtype from the description.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                description = np.lib.format.dtype_to_descr(dtype)
-                faithful = not dtype.hasobject and np.lib.format.descr_to_dtype(description) == dtype
+                description = np.lib.format.dtype_to_descr(array.dtype)
+                faithful = not array.dtype.hasobject and np.lib.format.descr_to_dtype(description) == array.dtype
             except (TypeError, ValueError):
                 faithful = False
         if not faithful:
-            raise self._error(path, f"a numpy array of dtype {dtype} cannot be saved; only plain data can")
-        return description
+            raise self._error(path, f"a numpy array of dtype {array.dtype} cannot be saved; only plain data can")
+        name = self._add(_array_bytes(array), path)
+        return {"$ndarray": [name, self.encode(description, path), list(array.shape)]}
 
     def _add(self, tensor: Tensor, path: str) -> str:
         base = name = _printable(path)
@@ -203,12 +195,12 @@ def _below(path: str, key: str | int) -> str:
 
 
 def _printable(path: str) -> str:
-    """A path as valid UTF-8, which safetensors keys are."""
+    """A path as valid UTF-8, as safetensors keys must be."""
     return path if path.isascii() else path.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors that begin at one address show the same memory in the same way."""
+    """Whether two tensors at the same address show the same memory in the same way."""
     return (
         left.device == right.device
         and left.dtype == right.dtype
@@ -217,11 +209,6 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
         and left.is_conj() == right.is_conj()
         and left.is_neg() == right.is_neg()
     )
-
-
-def _encode_int(value: int) -> Any:
-    number = int(value)
-    return number if number in _INT64 else {"$int": hex(number)}
 
 
 def _array_bytes(array: np.ndarray[Any, Any]) -> Tensor:
@@ -253,7 +240,7 @@ def _decode_dict(pairs: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
 
 
 def _decode_array(held: Any, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
-    """An array that shows the tensor's memory: however often a tree names a tensor, it takes no more memory."""
+    """An array that shows the tensor's memory, so that a tree may name a tensor often without using more memory."""
     name, description, shape = held
     dtype = np.lib.format.descr_to_dtype(_decode(description, tensors))
     flat = tensors[name].numpy()
@@ -265,7 +252,7 @@ def _decode_array(held: Any, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, A
 
 
 def _element_count(shape: Any, most: int) -> int:
-    """How many elements a shape from a file has. Beyond `most` it is not the exact number, which may be absurd."""
+    """The number of elements of a shape from a file. It stops counting beyond `most`: the number may be absurd."""
     if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError("a shape is a list of counts")
     count = int(0 not in shape)

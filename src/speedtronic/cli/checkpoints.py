@@ -339,7 +339,7 @@ def _open(path: Path) -> SavedModel:
 def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str]]:
     """The run's tokenizer as far as the folder can hold it, and notes for the user."""
     from speedtronic.checkpoint.export.files import HuggingFaceTokenizer
-    from speedtronic.data.tokenizers.base import tokenizer_from_spec
+    from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 
     spec = model.tokenizer
     if spec is None:

@@ -102,8 +102,8 @@ def _add_prepare(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_prepare(args: argparse.Namespace) -> int:
     from speedtronic.data.prepare.prepare import prepare
-    from speedtronic.data.prepare.work_folder import is_resumable
-    from speedtronic.data.shards import DEFAULT_SHARD_TOKENS
+    from speedtronic.data.prepare.staging import is_resumable
+    from speedtronic.data.shard_writer import DEFAULT_SHARD_TOKENS
     from speedtronic.metrics.console import ConsoleStream
     from speedtronic.metrics.lines import short_bytes
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from speedtronic.data.loading.datasets import TokenDataset as TokenDataset
     from speedtronic.data.loading.iterable_loader import StreamLoader as StreamLoader
     from speedtronic.data.loading.loader import TokenLoader as TokenLoader
+    from speedtronic.data.shard_writer import ShardWriter as ShardWriter
     from speedtronic.data.shards import ShardSet as ShardSet
-    from speedtronic.data.shards import ShardWriter as ShardWriter
-    from speedtronic.data.tokenizers.base import CharTokenizer as CharTokenizer
-    from speedtronic.data.tokenizers.base import CorpusCharTokenizer as CorpusCharTokenizer
     from speedtronic.data.tokenizers.base import StreamDecoder as StreamDecoder
     from speedtronic.data.tokenizers.base import Tokenizer as Tokenizer
-    from speedtronic.data.tokenizers.base import tokenizer_from_spec as tokenizer_from_spec
+    from speedtronic.data.tokenizers.chars import CharTokenizer as CharTokenizer
+    from speedtronic.data.tokenizers.chars import CorpusCharTokenizer as CorpusCharTokenizer
+    from speedtronic.data.tokenizers.from_file import tokenizer_from_spec as tokenizer_from_spec
 
 _EXPORTS = {
     "build": ("TrainingData", "build_data", "build_dataloader"),
@@ -37,9 +37,12 @@ _EXPORTS = {
     "loading.datasets": ("ShardDataset", "SyntheticTokenDataset", "TextFileTokenDataset", "TokenDataset"),
     "loading.iterable_loader": ("StreamLoader",),
     "loading.loader": ("TokenLoader",),
-    "shards": ("ShardSet", "ShardWriter"),
+    "shards": ("ShardSet",),
+    "shard_writer": ("ShardWriter",),
     "loading.batch_stream": ("BatchStream", "infinite_batches"),
-    "tokenizers.base": ("CharTokenizer", "CorpusCharTokenizer", "StreamDecoder", "Tokenizer", "tokenizer_from_spec"),
+    "tokenizers.chars": ("CharTokenizer", "CorpusCharTokenizer"),
+    "tokenizers.base": ("StreamDecoder", "Tokenizer"),
+    "tokenizers.from_file": ("tokenizer_from_spec",),
 }
 _MODULE_OF = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""Reading text files: what must be right before training, and UTF-8 with the offset of what is wrong."""
+"""Reading text files: the checks before training, and UTF-8 errors with their offset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from speedtronic.data.tokenizers.base import CharTokenizer
+from speedtronic.data.tokenizers.base import LONGEST_CHARACTER
+from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
 
 CHECKED_BEFORE_TRAINING = 64 * 2**20
@@ -19,11 +20,10 @@ CHECKED_BEFORE_TRAINING = 64 * 2**20
 
 _PIECE = 4 * 2**20
 _SAMPLE = 2**20
-_LONGEST_CHARACTER = 4  # bytes in UTF-8
 
 
 def check_text_file(path: Path) -> int:
-    """The size in bytes of a readable, non-empty regular file; DataError says what else `path` is."""
+    """The size in bytes of a readable, non-empty regular file. DataError for anything else, with the reason."""
     if path.is_dir():
         raise DataError(
             f"{path}: is a folder, not a text file; `speedtronic data prepare {path} --out DIR` reads folders"
@@ -45,7 +45,7 @@ def read_pieces(path: Path, limit: int | None = None) -> Iterator[bytes]:
 
     Args:
         path: the file.
-        limit: stop after this many bytes; a character that this cuts is left out.
+        limit: stop after this many bytes; a character that is cut there is left out.
 
     Raises:
         DataError: naming the file and the offset of the first byte that is not UTF-8.
@@ -85,10 +85,10 @@ def read_text(path: Path) -> Iterator[str]:
 
 
 def content_checksum(path: Path) -> str:
-    """SHA-256 (hex) by which the content of a text file is recognised wherever it lies.
+    """SHA-256 (hex) that identifies the content of a text file wherever it lies.
 
-    Covers the size, the first 64 MB, and beyond them the first MB of every 64, so that starting a run on a
-    very large file does not read all of it.
+    It covers the size, the first 64 MB, and beyond them the first MB of every 64 MB, so that starting a run on a very
+    large file does not read all of it.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -137,8 +137,8 @@ class ByteText:
     def _check(self, start: int, values: npt.NDArray[np.uint8]) -> None:
         assert self._map is not None
         begin = start
-        # A block may begin inside a character: step back to the byte that starts it.
-        while start - begin < _LONGEST_CHARACTER - 1 and begin > 0 and self._map[begin] & 0xC0 == 0x80:
+        # A block may begin inside a character: step back to the first byte of the character.
+        while start - begin < LONGEST_CHARACTER - 1 and begin > 0 and self._map[begin] & 0xC0 == 0x80:
             begin -= 1
         end = start + len(values)
         whole_characters(self._map[begin:end].tobytes(), self.path, begin, final=end == self._size)

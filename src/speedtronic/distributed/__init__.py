@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from speedtronic.distributed.coordinator import DumbDiLoCo as DumbDiLoCo
     from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator as DumbDiLoCoCoordinator
     from speedtronic.distributed.outer import MasterOuterLoop as MasterOuterLoop
-    from speedtronic.distributed.outer_optimizers import NesterovOuterOptimizer as NesterovOuterOptimizer
+    from speedtronic.distributed.outer import NesterovOuterOptimizer as NesterovOuterOptimizer
     from speedtronic.distributed.stores import open_store as open_store
     from speedtronic.distributed.tensors import average_deltas as average_deltas
     from speedtronic.distributed.tensors import compute_pseudo_gradient as compute_pseudo_gradient
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "coordinator": ("DumbDiLoCo", "DumbDiLoCoCoordinator"),
-    "outer": ("MasterOuterLoop",),
+    "outer": ("MasterOuterLoop", "NesterovOuterOptimizer"),
     "stores": ("open_store",),
     "tensors": (
         "average_deltas",
@@ -32,7 +32,6 @@ _EXPORTS = {
         "load_safetensors",
         "save_safetensors",
     ),
-    "outer_optimizers": ("NesterovOuterOptimizer",),
 }
 _MODULE_OF = {name: f"speedtronic.distributed.{module}" for module, names in _EXPORTS.items() for name in names}
 

@@ -1,7 +1,7 @@
-"""How a pseudo-gradient becomes smaller on its way to the store: one file for all codecs, which are pure.
+"""How a pseudo-gradient is encoded for the store. All codecs are in this file, and are pure.
 
-A codec that loses something gives back what it lost as a residual, which is added to the next pseudo-gradient (error
-feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014):
+A lossy codec returns what it lost as a residual, which is added to the next pseudo-gradient (error feedback: Seide et
+al., "1-Bit Stochastic Gradient Descent", Interspeech 2014):
 
     e = residual + delta        q = Q(e)        residual = e - q
 """
@@ -14,16 +14,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from speedtronic.distributed.tensors import Form, Schema, Tensors, check_same
+from speedtronic.distributed.schema import Schema, Tensors, TensorType, check_same
 
 
 class Encoded(NamedTuple):
-    """A pseudo-gradient that was encoded.
+    """An encoded pseudo-gradient.
 
     Attributes:
         tensors: what is sent.
-        decoded: what the receiver makes of it. May share memory with `tensors` or with the pseudo-gradient.
-        residual: what was lost; None where nothing was.
+        decoded: what the receiver decodes. May share memory with `tensors` or with the pseudo-gradient.
+        residual: what was lost; None if nothing was.
     """
 
     tensors: Tensors
@@ -39,20 +39,20 @@ class Codec(Protocol):
         """What `distributed.codec` calls it."""
 
     def encode(self, delta: Tensors, residual: Tensors | None) -> Encoded:
-        """Encode residual + delta. Neither is changed, so whoever cannot send the result still has them.
+        """Encode residual + delta. Neither is changed, so a caller that cannot send the result still has them.
 
         Raises:
             ValueError: the residual has other names or shapes than the pseudo-gradient.
         """
 
     def decode(self, encoded: Mapping[str, Tensor], schema: Schema) -> Mapping[str, Tensor]:
-        """The pseudo-gradient of what `encode` gave, by the names of the schema's trained parameters.
+        """The decoded pseudo-gradient, by the names of the schema's trained parameters.
 
         Each tensor is decoded when it is asked for, so that memory holds one at a time.
         """
 
-    def expected(self, schema: Schema) -> dict[str, Form]:
-        """The names and forms of the tensors that `encode` gives for a model of this schema."""
+    def expected(self, schema: Schema) -> dict[str, TensorType]:
+        """Names, dtypes and shapes of the tensors that `encode` gives for a model of this schema."""
 
 
 class Fp32Codec:
@@ -67,8 +67,8 @@ class Fp32Codec:
     def decode(self, encoded: Mapping[str, Tensor], schema: Schema) -> Mapping[str, Tensor]:
         return encoded
 
-    def expected(self, schema: Schema) -> dict[str, Form]:
-        return schema.forms("trained")
+    def expected(self, schema: Schema) -> dict[str, TensorType]:
+        return schema.types("trained")
 
 
 class Bf16Codec:
@@ -81,7 +81,8 @@ class Bf16Codec:
         decoded: Tensors = {}
         lost: Tensors = {}
         for name, total in _sum(delta, residual).items():
-            encoded[name] = _real(total).to(torch.bfloat16)
+            real = torch.view_as_real(total) if total.is_complex() else total
+            encoded[name] = real.to(torch.bfloat16)
             decoded[name] = _widened(encoded[name], total.is_complex())
             lost[name] = total - decoded[name]
         return Encoded(encoded, decoded, lost)
@@ -89,10 +90,10 @@ class Bf16Codec:
     def decode(self, encoded: Mapping[str, Tensor], schema: Schema) -> Mapping[str, Tensor]:
         return _Decoded(encoded, lambda name, sent: _widened(sent, schema.entries[name].dtype.is_complex))
 
-    def expected(self, schema: Schema) -> dict[str, Form]:
+    def expected(self, schema: Schema) -> dict[str, TensorType]:
         return {
-            name: Form(torch.bfloat16, (*form.shape, 2) if form.dtype.is_complex else form.shape)
-            for name, form in schema.forms("trained").items()
+            name: TensorType(torch.bfloat16, (*sent.shape, 2) if sent.dtype.is_complex else sent.shape)
+            for name, sent in schema.types("trained").items()
         }
 
 
@@ -107,6 +108,8 @@ def make_codec(name: str) -> Codec:
 
 
 class _Decoded(Mapping[str, Tensor]):
+    """Tensors that are decoded when they are asked for."""
+
     def __init__(self, encoded: Mapping[str, Tensor], decode: Callable[[str, Tensor], Tensor]) -> None:
         self._encoded = encoded
         self._decode = decode
@@ -126,10 +129,6 @@ def _sum(delta: Tensors, residual: Tensors | None) -> Tensors:
         return delta
     check_same(delta, residual)
     return {name: tensor + residual[name] for name, tensor in delta.items()}
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _widened(sent: Tensor, is_complex: bool) -> Tensor:

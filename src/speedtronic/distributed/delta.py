@@ -1,6 +1,6 @@
-"""Deltas: what a node sends, how it is packed, and what is admitted of what lies in the store.
+"""Deltas: how a pseudo-gradient is computed, how it is packed, and which objects of the store are admitted.
 
-A delta is a safetensors object. Its header's metadata hold a `DeltaHeader` as canonical JSON; its tensors are the
+A delta is a safetensors object. Its header's metadata hold a `DeltaHeader` as canonical JSON. Its tensors are the
 encoded pseudo-gradient of the trained parameters, and the values of the buffers, under the model's names.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -17,13 +17,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from torch import Tensor
 
 from speedtronic.distributed.codec import Codec
-from speedtronic.distributed.protocol import PROTOCOL, Amount, DeltaId, Hash, Natural, Position
-from speedtronic.distributed.stores.base import Buffer
-from speedtronic.distributed.tensors import (
+from speedtronic.distributed.packed_tensors import (
     LONGEST_HEADER,
-    Form,
     PackedTensors,
-    Schema,
     TensorFormatError,
     content_sha256,
     longest_header,
@@ -31,18 +27,66 @@ from speedtronic.distributed.tensors import (
     pack_tensors,
     packed_size,
 )
+from speedtronic.distributed.protocol import PROTOCOL, Amount, DeltaId, Hash, Natural, Position, first_mistake
+from speedtronic.distributed.schema import Schema, Tensors, TensorType, check_same, exchanged_dtype, has_fractions
+from speedtronic.distributed.stores.base import COMPONENT, Buffer
 
 _KEY = "speedtronic_delta"  # of the metadata
 
 LARGEST = 2.0**64
 """The largest value that is added up: no weighted sum of such values leaves float32, whatever the headers say."""
 
-Component = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Component = Annotated[str, StringConstraints(pattern=rf"^{COMPONENT}$")]
+
+
+# --- Pseudo-gradients
+
+
+def compute_pseudo_gradient(baseline: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensors:
+    """Baseline minus current, of the floating-point (in float32) and the complex entries (in complex64).
+
+    Integers and bools have no gradient and are left out.
+
+    Raises:
+        ValueError: the two differ in their names or in a shape.
+    """
+    check_same(baseline, current)
+    return {
+        name: start.detach().to(exchanged_dtype(start.dtype)) - current[name].detach().to(exchanged_dtype(start.dtype))
+        for name, start in baseline.items()
+        if has_fractions(start.dtype)
+    }
+
+
+def average_deltas(deltas: Iterable[Mapping[str, Tensor]]) -> Tensors:
+    """The mean of deltas, in float32 or complex64, added up in the order in which they come.
+
+    Raises:
+        ValueError: there are none, or two differ in their names or in a shape.
+    """
+    total: Tensors = {}
+    count = 0
+    for delta in deltas:
+        if count == 0:
+            total = {
+                name: tensor.detach().to(exchanged_dtype(tensor.dtype), copy=True) for name, tensor in delta.items()
+            }
+        else:
+            check_same(total, delta)
+            for name, tensor in delta.items():
+                total[name] += tensor.detach()
+        count += 1
+    if count == 0:
+        raise ValueError("there is no delta to average")
+    return {name: tensor.div_(count) for name, tensor in total.items()}
+
+
+# --- The object
 
 
 def _counts(position: Position) -> Position:
     if not all(0 <= count < 2**63 for count in position):
-        raise ValueError("a position is of counts")
+        raise ValueError("the numbers of a position must be counts")
     return position
 
 
@@ -51,9 +95,9 @@ class DeltaHeader(BaseModel):
 
     Attributes:
         protocol: version of the layout and of these fields.
-        node, session, seq: which one it is; must agree with the object's name.
+        node, session, seq: its identity; must agree with the object's name.
         base_version: the global version that its base was made from.
-        steps: optimizer steps that it holds.
+        steps: inner steps that it holds.
         samples, tokens: what they were trained on.
         seconds: how long they took.
         position: what the node's training has covered, from its start to the end of this delta.
@@ -61,7 +105,7 @@ class DeltaHeader(BaseModel):
         codec: how the pseudo-gradient is encoded.
         sha256: of the bytes of all tensors, in hex; `pack_delta` fills it in.
         time: when it was made, UTC, ISO 8601, by the node's clock; only shown.
-        signature: of a node whose key the master knows; not used yet.
+        signature: of a node with a key that the master knows; not used yet.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
@@ -97,9 +141,9 @@ class Delta:
 
     Attributes:
         header: what it says of itself.
-        tensors: the decoded pseudo-gradient, float32 or complex64, by the names of the trained parameters. Each is made
-            from the object's bytes when it is asked for.
-        buffers: the values of the buffers that are averaged and of those of which the newest are taken, likewise.
+        tensors: the decoded pseudo-gradient, float32 or complex64, by the names of the trained parameters. Each tensor
+            is made from the object's bytes when it is asked for.
+        buffers: the values of the averaged and the newest buffers, likewise.
     """
 
     header: DeltaHeader
@@ -111,9 +155,9 @@ class Refusal(NamedTuple):
     """Why an object is not admitted.
 
     Attributes:
-        reason: for people; holds no more of the object than a log can bear.
-        damaged: whether it may be what a broken upload left of a good one. Such an object counts as absent for now,
-            since its node will send it again; any other is refused for good.
+        reason: for people; what it quotes of the object is cut to a length that suits a log.
+        damaged: whether a broken upload may have left the object so. It then counts as absent for now, since its node
+            will send it again. Any other object is refused for good.
     """
 
     reason: str
@@ -121,8 +165,8 @@ class Refusal(NamedTuple):
 
 
 def max_delta_bytes(schema: Schema, codec: Codec) -> int:
-    """The most bytes that a delta of this model can have; what is larger need not be downloaded."""
-    return packed_size(_forms(schema, codec))
+    """The most bytes that a delta of this model can have; anything larger need not be downloaded."""
+    return packed_size(_expected(schema, codec))
 
 
 def pack_delta(header: DeltaHeader, encoded: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
@@ -139,14 +183,14 @@ def pack_delta(header: DeltaHeader, encoded: Mapping[str, Tensor], buffers: Mapp
 
 
 def read_header(data: Buffer, *, limit: int = LONGEST_HEADER) -> DeltaHeader:
-    """What a delta says of itself, before anything was checked but the form of it.
+    """What a delta says of itself. Only its form is checked.
 
     Args:
         data: the object, or its beginning.
         limit: the most bytes of JSON to read.
 
     Raises:
-        TensorFormatError: it is no delta, or torn.
+        TensorFormatError: it is not a delta, or torn.
     """
     metadata = metadata_of(data, limit=limit)
     if metadata.keys() != {_KEY}:
@@ -155,12 +199,23 @@ def read_header(data: Buffer, *, limit: int = LONGEST_HEADER) -> DeltaHeader:
     try:
         header = DeltaHeader.model_validate_json(text.encode("utf-8", "replace"))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ascii(".".join(str(part) for part in first["loc"]) or "JSON")[:80]
-        raise TensorFormatError(f"the header of the delta: {where}: {first['type']}") from None
+        raise TensorFormatError(f"the header of the delta: {first_mistake(error)}") from None
     if header.to_json() != text:
-        raise TensorFormatError("the header of the delta is not written as it should be")
+        raise TensorFormatError("the header of the delta is not in the canonical form")
     return header
+
+
+def spooled_header(data: bytes) -> DeltaHeader | None:
+    """The header of the delta in a spool, of any model; None if its tensors are not as they were written."""
+    try:
+        header = read_header(data)
+        content = PackedTensors(data).content
+    except TensorFormatError:
+        return None
+    return header if hashlib.sha256(content).hexdigest() == header.sha256 else None
+
+
+# --- Admission
 
 
 def admit(
@@ -172,80 +227,69 @@ def admit(
     max_base_version: int,
     averages: Mapping[str, Tensor] | None = None,
 ) -> Delta | Refusal:
-    """Decide whether an object may enter the weights. Never raises, and takes no memory by what the object claims.
+    """Decide whether an object may enter the weights. Never raises, and takes no memory because the object claims it.
 
     The order: size, header, tensors' names, dtypes and shapes, checksum, identity, finite values.
 
     Args:
         data: the object.
-        id: which delta its name says that it is.
+        id: the delta that the object's name stands for.
         schema, codec: those of the run.
         max_base_version: the newest version that its base can have been made from.
-        averages: the global values of the buffers that are averaged. A value that cannot be added up, as masks have,
-            is admitted only where it is the same here and there.
+        averages: the global values of the averaged buffers. A value that cannot be added up, as masks have, is admitted
+            only where it equals the global one.
     """
     try:
         delta = open_delta(data, schema, codec)
-        _check_identity(delta.header, id, max_base_version)
-        _check_finite(delta, averages or {})
+        header = delta.header
+        if header.id != id:
+            raise TensorFormatError(f"it is {header.id.name}, under another name")
+        if header.base_version > max_base_version:
+            raise TensorFormatError(f"its base is version {header.base_version}, which does not exist yet")
+        for name, tensor in delta.tensors.items():
+            if not _can_be_added(tensor):
+                raise TensorFormatError(f"{name} has values that are not finite, or beyond 2^64")
+        for name, tensor in delta.buffers.items():
+            if not _can_be_averaged(tensor, (averages or {}).get(name)):
+                raise TensorFormatError(
+                    f"{name} has values that are not finite, or beyond 2^64, and differ from the global ones"
+                )
     except TensorFormatError as error:
         return Refusal(str(error), damaged=error.torn)
     return delta
 
 
 def open_delta(data: Buffer, schema: Schema, codec: Codec) -> Delta:
-    """A delta that is whole and of this model, whatever its name, its base and its values.
+    """A delta that is whole and of this model. Its name, its base and its values are not checked.
 
     Raises:
-        TensorFormatError: it is not.
+        TensorFormatError: it is torn, or not of this model.
     """
     if len(data) > max_delta_bytes(schema, codec):
         raise TensorFormatError(f"it has {len(data)} bytes; a delta of this model has less")
-    forms = _forms(schema, codec)
-    header = read_header(data, limit=longest_header(forms))
-    _check_run(header, schema, codec)
-    packed = PackedTensors(data, forms)
+    expected = _expected(schema, codec)
+    header = read_header(data, limit=longest_header(expected))
+    if header.protocol != PROTOCOL:
+        raise TensorFormatError(f"it is of protocol {header.protocol}, not {PROTOCOL}: another version of Speedtronic")
+    if header.schema_id != schema.fingerprint:
+        raise TensorFormatError("it is of another model: names, shapes, dtypes or the trained parameters differ")
+    if header.codec != codec.name:
+        raise TensorFormatError(f"its codec is {header.codec}, not {codec.name}: distributed.codec differs")
+    packed = PackedTensors(data, expected)
     if hashlib.sha256(packed.content).hexdigest() != header.sha256:
         raise TensorFormatError("its tensors do not match their checksum", torn=True)
     encoded = packed.only(codec.expected(schema))
     return Delta(header, codec.decode(encoded, schema), packed.only(schema.names("average", "newest")))
 
 
-def _forms(schema: Schema, codec: Codec) -> dict[str, Form]:
-    return codec.expected(schema) | schema.forms("average", "newest")
-
-
-def _check_run(header: DeltaHeader, schema: Schema, codec: Codec) -> None:
-    if header.protocol != PROTOCOL:
-        raise TensorFormatError(f"it is of protocol {header.protocol}, not {PROTOCOL}: another version of Speedtronic")
-    if header.schema_id != schema.fingerprint:
-        raise TensorFormatError("it is of another model: names, shapes, dtypes or what is trained differ")
-    if header.codec != codec.name:
-        raise TensorFormatError(f"it is encoded by {header.codec}, not by {codec.name}: distributed.codec differs")
-
-
-def _check_identity(header: DeltaHeader, id: DeltaId, max_base_version: int) -> None:
-    if header.id != id:
-        raise TensorFormatError(f"it is {header.id.name}, under another name")
-    if header.base_version > max_base_version:
-        raise TensorFormatError(f"its base is version {header.base_version}, which is not there yet")
-
-
-def _check_finite(delta: Delta, averages: Mapping[str, Tensor]) -> None:
-    for name, tensor in delta.tensors.items():
-        if not _can_be_added(tensor):
-            raise TensorFormatError(f"{name} has values that are not finite, or beyond 2^64")
-    for name, tensor in delta.buffers.items():
-        if not _can_be_averaged(tensor, averages.get(name)):
-            raise TensorFormatError(
-                f"{name} has values that are not finite, or beyond 2^64, where the global weights' are others"
-            )
+def _expected(schema: Schema, codec: Codec) -> dict[str, TensorType]:
+    return codec.expected(schema) | schema.types("average", "newest")
 
 
 def _can_be_added(tensor: Tensor) -> bool:
-    """Whether all values are at most `LARGEST`, without a mask as large as the tensor; of whole numbers, always.
+    """Whether all values are at most `LARGEST`, without a mask as large as the tensor; always true for integers.
 
-    NaN is the least and the greatest of any values, and at most nothing.
+    Where any value is NaN both bounds are NaN, and no comparison with NaN holds.
     """
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not values.is_floating_point() or values.numel() == 0:

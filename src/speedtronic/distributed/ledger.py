@@ -1,4 +1,4 @@
-"""What a node's disk knows of the work that it has handed over: the ledger, and the delta in the spool."""
+"""What a node's disk knows of the work that it has sent: the ledger, beside the delta in the spool."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from speedtronic.distributed.stores.base import Buffer
 LEDGER = "ledger.json"
 SPOOL = "spool.safetensors"
 
-# Of a node that restarts this often while a master is away, the oldest sessions are taken for those of a stranger.
+# If a node restarts more often than this while the master is away, it takes its oldest sessions for another node's.
 _MOST_SESSIONS = 256
 
 START = Position(0, 0, 0)
 
 
 class Ledger(BaseModel):
-    """Durable from before a delta leaves the spool; with a delta in the spool, that one's header is further.
+    """Durable before a delta leaves the spool. A delta that is still in the spool is one further.
 
     Attributes:
-        session, seq: the last delta that the store is known to have; of number 0 where only the position is known.
-        step, samples, tokens: the position which all deltas so far cover.
+        session, seq: the last delta that the store is known to have; seq is 0 where only the position is known.
+        step, samples, tokens: the position that all deltas so far cover.
         sessions: all sessions of this node that may have deltas in the store, oldest first.
-        origin: SHA-256 of the store's first manifest, by which another store under the same address is recognised.
+        origin: SHA-256 of the store's first manifest, which tells apart two stores at one address.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -41,7 +41,7 @@ class Ledger(BaseModel):
         return Position(self.step, self.samples, self.tokens)
 
     def last(self, node: str) -> DeltaId | None:
-        """The last delta, where it is known which one it was."""
+        """The last delta, if it is known."""
         return DeltaId(node, self.session, self.seq) if self.seq else None
 
     def to_bytes(self) -> bytes:
@@ -49,7 +49,7 @@ class Ledger(BaseModel):
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> Ledger | None:
-        """Read a ledger; None when it is not one."""
+        """Read a ledger; None if it is damaged."""
         try:
             return cls.model_validate_json(bytes(data))
         except ValidationError:

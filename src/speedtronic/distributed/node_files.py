@@ -8,20 +8,18 @@ from pathlib import Path
 from speedtronic.distributed.stores.base import Buffer
 from speedtronic.durable.files import FileSystem, ensure_directory, replace_file
 
-_BESIDE = ".tmp-*"  # what `replace_file` writes before it is renamed
-
 
 class NodeFiles:
-    """Files in one folder, each replaced whole and durably (see `effects.Files`).
+    """Files in one folder, each replaced whole and durably (see `requests.Files`).
 
-    Made by whoever holds the folder: what a killed process left half written is removed. After `close` every call is an
-    OSError, so that a thread that is late does not touch what the folder's next holder writes.
+    The caller must hold the folder: leftovers of a killed process are removed. After `close` every call raises OSError,
+    so that a late thread does not touch the files of the folder's next holder.
 
     Args:
-        directory: made when absent.
+        directory: created if absent.
 
     Raises:
-        OSError: the folder cannot be made or read.
+        OSError: the folder cannot be created or read.
     """
 
     def __init__(self, directory: Path, fs: FileSystem | None = None) -> None:
@@ -30,23 +28,21 @@ class NodeFiles:
         self._lock = threading.Lock()
         self._closed = False
         ensure_directory(self._fs, directory)
-        for beside in directory.glob(_BESIDE):
-            self._fs.remove_file(beside)
+        for leftover in directory.glob(".tmp-*"):  # what `replace_file` writes before it renames
+            self._fs.remove_file(leftover)
 
     def write(self, name: str, data: Buffer) -> None:
         with self._lock:
-            replace_file(self._fs, self._place(name), data)
+            replace_file(self._fs, self._path(name), data)
 
     def read(self, name: str) -> bytes | None:
-        try:
-            with self._lock:
-                return self._place(name).read_bytes()
-        except FileNotFoundError:
-            return None
+        with self._lock:
+            path = self._path(name)
+            return path.read_bytes() if path.exists() else None
 
     def remove(self, name: str) -> None:
         with self._lock:
-            path = self._place(name)
+            path = self._path(name)
             if path.exists():
                 self._fs.remove_file(path)
                 self._fs.sync_directory(self._directory)
@@ -55,7 +51,7 @@ class NodeFiles:
         with self._lock:
             self._closed = True
 
-    def _place(self, name: str) -> Path:
+    def _path(self, name: str) -> Path:
         if self._closed:
             raise OSError(f"the files of {self._directory} are closed")
         return self._directory / name

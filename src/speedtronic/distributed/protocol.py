@@ -1,4 +1,4 @@
-"""What lies in the store, under which names, and how it is read and created: the part all machines must agree on.
+"""What lies in the store, under which names, and how it is read and created. All machines must agree on this file.
 
     head/{version:08d}.json                       manifests; creating one commits a version
     w/{version:08d}-{nonce}.safetensors           global weights
@@ -7,7 +7,7 @@
     place/{index:04d}.json                        which node reads which part of the data
 
 Each object is created once and never changed, and no name is used again after a deletion: a request that was given up
-may still take effect at any later time, and must then find nothing that it could harm.
+may still take effect at any later time, and must then do no harm.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from speedtronic.distributed.requests import Procedure, get, list_after, put
-from speedtronic.distributed.stores.base import Buffer, Entry
+from speedtronic.distributed.requests import Get, List, Procedure, Put
+from speedtronic.distributed.stores.base import COMPONENT, Buffer, Entry
 from speedtronic.errors import StoreContentError
 
 PROTOCOL = 1
@@ -28,24 +28,21 @@ PROTOCOL = 1
 HEADS, WEIGHTS, MOMENTUM, DELTAS, PLACES = "head/", "w/", "opt/", "in/", "place/"
 
 MANIFEST_LIMIT = 8 * 2**20  # bytes; a mark takes about 250
-PLACE_LIMIT = 4096  # bytes
 MOST_COPIES = 16
-_MOST_PLACES = 10_000
 _LAST_NUMBER = 99_999_999  # what eight digits hold
 
-_COMPONENT = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"  # as every store takes it
 _NUMBER = "[0-9]{8}"
 _HEAD = re.compile(rf"head/({_NUMBER})\.json")
 _BLOB = re.compile(rf"(?:w|opt)/({_NUMBER})-[A-Za-z0-9-]{{1,128}}\.safetensors")
-_DELTA = re.compile(rf"in/({_COMPONENT})/({_COMPONENT})/({_NUMBER})(?:-[0-9]{{1,4}})?\.safetensors")
-_LINEAGE = re.compile(rf"{_COMPONENT}/{_COMPONENT}")
+_DELTA = re.compile(rf"in/({COMPONENT})/({COMPONENT})/({_NUMBER})(?:-[0-9]{{1,4}})?\.safetensors")
+_SESSION_KEY = re.compile(rf"{COMPONENT}/{COMPONENT}")
 
 
 # --- Names
 
 
 class DeltaId(NamedTuple):
-    """Which delta of which life of which node; in the order in which deltas are added up."""
+    """A delta by node, session and number. Deltas are added up in this order."""
 
     node: str
     session: str
@@ -57,7 +54,7 @@ class DeltaId(NamedTuple):
         return f"{DELTAS}{self.node}/{self.session}/{self.seq:08d}.safetensors"
 
     @property
-    def lineage(self) -> str:
+    def session_key(self) -> str:
         """The key of its mark in a manifest."""
         return f"{self.node}/{self.session}"
 
@@ -68,6 +65,10 @@ class Position(NamedTuple):
     step: int
     samples: int
     tokens: int
+
+    def since(self, earlier: Position) -> Position:
+        """What was trained between an earlier position and this one."""
+        return Position(self.step - earlier.step, self.samples - earlier.samples, self.tokens - earlier.tokens)
 
 
 def parse_delta_name(name: str) -> DeltaId | None:
@@ -80,7 +81,7 @@ def parse_delta_name(name: str) -> DeltaId | None:
 
 def head_name(version: int) -> str:
     if not 0 <= version <= _LAST_NUMBER:
-        raise StoreContentError(f"version {version} cannot be named: the store holds all it can hold")
+        raise StoreContentError(f"version {version} has no name: the store has reached its last version")
     return f"{HEADS}{version:08d}.json"
 
 
@@ -104,7 +105,7 @@ def parse_blob_version(name: str) -> int | None:
 
 
 def copy_name(name: str, copy: int) -> str:
-    """Another name for the same object, for when what lies under the first is torn; copy 0 is the name itself."""
+    """Another name for the same object, used when the object under the first is torn. Copy 0 is the name itself."""
     if copy == 0:
         return name
     stem, _, suffix = name.rpartition(".")
@@ -132,7 +133,7 @@ class Blob(_Record):
 
 
 class Mark(_Record):
-    """How far the deltas of a session have been dealt with.
+    """How far the deltas of a session have been processed (a high-water mark).
 
     Attributes:
         seq: number of the last one; this and all before are in the weights or were refused.
@@ -165,6 +166,23 @@ class Mark(_Record):
         return Position(self.step, self.samples, self.tokens)
 
 
+UNMARKED = Mark(
+    seq=0,
+    step=0,
+    samples=0,
+    tokens=0,
+    tokens_per_step=0.0,
+    seconds=0.0,
+    version=0,
+    rounds=0.0,
+    time="",
+    bytes=0,
+    rejected=0,
+    reason=None,
+)
+"""Of a session of which no version has processed a delta."""
+
+
 class Rejection(_Record):
     """A delta that was refused: its name in the store, and why."""
 
@@ -192,7 +210,7 @@ class Manifest(_Record):
         weights: where they lie. The same as before when no delta entered.
         momentum: where the outer optimizer's tensors lie; None when it has none yet.
         outer: the outer optimizer.
-        marks: by `node/session`, how far its deltas are dealt with.
+        marks: by `node/session`, how far its deltas are processed.
         applied: names of the deltas that entered with this version.
         rejected: those that were refused with it.
         fraction: f, the part of a round that this version is, from 0 to 1.
@@ -233,57 +251,56 @@ class Manifest(_Record):
         try:
             manifest = cls.model_validate_json(bytes(data))
         except ValidationError as error:
-            raise StoreContentError(_what_is_wrong(bytes(data), error)) from None
-        if manifest.protocol != PROTOCOL:
-            raise StoreContentError(_other_protocol(manifest.protocol))
-        if not all(_LINEAGE.fullmatch(lineage) for lineage in manifest.marks):
-            raise StoreContentError("the manifest marks something that is no node's session")
+            # If the protocol differs, that explains it better than the first wrong field.
+            try:
+                protocol = _AnyProtocol.model_validate_json(bytes(data)).protocol
+            except ValidationError:
+                raise StoreContentError(f"not a manifest of Speedtronic ({error.error_count()} mistakes)") from None
+            _check_protocol(protocol)
+            raise StoreContentError(f"not a manifest of Speedtronic: {first_mistake(error)}") from None
+        _check_protocol(manifest.protocol)
+        if not all(_SESSION_KEY.fullmatch(key) for key in manifest.marks):
+            raise StoreContentError("a mark of the manifest does not belong to a session of a node")
         if manifest.to_bytes() != data:
-            raise StoreContentError("the manifest is not in the form in which Speedtronic writes it")
+            raise StoreContentError("the manifest is not in the canonical form that Speedtronic writes")
         return manifest
 
-    def mark(self, delta: DeltaId) -> Mark | None:
-        return self.marks.get(delta.lineage)
+    def mark(self, delta: DeltaId) -> Mark:
+        """The mark of a delta's session."""
+        return self.marks.get(delta.session_key, UNMARKED)
 
-
-def is_processed(manifest: Manifest, delta: DeltaId) -> bool:
-    """Whether a delta is in the weights of a version, or was refused: it never enters again."""
-    mark = manifest.mark(delta)
-    return mark is not None and delta.seq <= mark.seq
+    def has_processed(self, delta: DeltaId) -> bool:
+        """Whether a delta is in the weights of this version, or was refused: it never enters again."""
+        return delta.seq <= self.mark(delta).seq
 
 
 class _AnyProtocol(BaseModel):
     protocol: Natural
 
 
-def _what_is_wrong(data: bytes, error: ValidationError) -> str:
-    """Of a manifest that cannot be read; another protocol explains it best."""
-    try:
-        protocol = _AnyProtocol.model_validate_json(data).protocol
-    except ValidationError:
-        return f"not a manifest of Speedtronic ({error.error_count()} mistakes)"
+def _check_protocol(protocol: int) -> None:
     if protocol != PROTOCOL:
-        return _other_protocol(protocol)
+        age = "a newer" if protocol > PROTOCOL else "an older"
+        raise StoreContentError(
+            f"the store is kept by {age} Speedtronic (protocol {protocol}, here {PROTOCOL}); "
+            "let all nodes run the same version, or use another distributed.repo_id"
+        )
+
+
+def first_mistake(error: ValidationError) -> str:
+    """Where foreign data is wrong first, and how; short enough for a log."""
     first = error.errors()[0]
     where = ascii(".".join(str(part) for part in first["loc"]) or "JSON")[:80]
-    return f"not a manifest of Speedtronic: {where}: {first['type']}"
-
-
-def _other_protocol(protocol: int) -> str:
-    age = "a newer" if protocol > PROTOCOL else "an older"
-    return (
-        f"the store is kept by {age} Speedtronic (protocol {protocol}, here {PROTOCOL}); "
-        "let all nodes run the same version, or use another distributed.repo_id"
-    )
+    return f"{where}: {first['type']}"
 
 
 # --- Procedures
 
 
 def read_manifest(version: int) -> Procedure[Manifest | None]:
-    """The manifest of a version, or None when there is no such version. A strong read."""
+    """The manifest of a version, or None if there is no such version. A strong read."""
     name = head_name(version)
-    data = yield from get(name, limit=MANIFEST_LIMIT)
+    data = yield from Get(name, limit=MANIFEST_LIMIT)
     if data is None:
         return None
     try:
@@ -291,33 +308,35 @@ def read_manifest(version: int) -> Procedure[Manifest | None]:
     except StoreContentError as error:
         raise StoreContentError(f"{name}: {error}") from None
     if manifest.version != version:
-        raise StoreContentError(f"{name} holds version {manifest.version}; the store was changed by something else")
+        raise StoreContentError(f"{name} holds version {manifest.version}: another program changed the store")
     return manifest
 
 
 def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
-    """The newest manifest, or None when there is none newer than `known`.
+    """The newest manifest, or None if there is none newer than `known`.
 
     Versions have no gaps and manifests are never deleted, so one strong read of the next version tells whether there is
-    anything new: an idle look is one request, whatever the history. A listing only shortens the way to a head that is
-    far ahead; where it lags behind, the strong reads after it find the rest.
+    anything new: an idle look is one request, whatever the history.
 
     Raises:
-        StoreContentError: a manifest cannot be read, or does not follow on the one before it.
+        StoreContentError: a manifest cannot be read, or does not follow the one before it.
     """
-    head: Manifest | None = None
+    head = known
     if known is not None:
         head = yield from _successor(known)
         if head is None:
             return None
-    listed = yield from _newest_listed(head)
-    if listed is not None:
-        head = (yield from read_manifest(listed)) or head
-    while True:
-        following = yield from _successor(head)
-        if following is None:
-            return head
+
+    # A listing shortens the way to a head that is far ahead. It decides nothing, since it may lag behind.
+    listed = yield from list_all(HEADS, "" if head is None else head_name(head.version))
+    versions = [version for entry in listed if (version := parse_head_name(entry.name)) is not None]
+    if versions:
+        head = (yield from read_manifest(max(versions))) or head
+
+    # Strong reads find the rest.
+    while (following := (yield from _successor(head))) is not None:
         head = following
+    return head
 
 
 def _successor(manifest: Manifest | None) -> Procedure[Manifest | None]:
@@ -325,35 +344,34 @@ def _successor(manifest: Manifest | None) -> Procedure[Manifest | None]:
     following = yield from read_manifest(0 if manifest is None else manifest.version + 1)
     if following is not None and following.parent != (None if manifest is None else manifest.sha256):
         raise StoreContentError(
-            f"{head_name(following.version)} does not follow on the version before it: the store was put back to an "
+            f"{head_name(following.version)} does not follow the version before it: the store was restored to an "
             "older state or mixed with another; use a new distributed.repo_id"
         )
     return following
-
-
-def _newest_listed(after: Manifest | None) -> Procedure[int | None]:
-    entries = yield from list_all(HEADS, "" if after is None else head_name(after.version))
-    versions = [version for entry in entries if (version := parse_head_name(entry.name)) is not None]
-    return max(versions, default=None)
 
 
 def list_all(prefix: str, marker: str = "") -> Procedure[list[Entry]]:
     """All pages of a listing."""
     entries: list[Entry] = []
     while True:
-        page = yield from list_after(prefix, marker)
+        page = yield from List(prefix, marker)
         entries += page.entries
         if not page.more or not page.entries:
             return entries
         marker = page.entries[-1].name
 
 
-def put_own(name: str, data: Buffer) -> Procedure[str]:
-    """Create an object that nobody else creates, and see to it that it is whole.
+def read_blob(blob: Blob) -> Procedure[bytes | None]:
+    """The bytes of an object that a manifest names; None if it is missing or damaged."""
+    return (yield from Get(blob.path, limit=blob.size, size=blob.size, sha256=blob.sha256))
 
-    Where there is something under its name already, it is what an earlier attempt left, whose acknowledgement was lost:
-    the same bytes, or a part of them. A torn object is left where it is and the bytes go beside it under a copy's name;
-    were it deleted, that deletion could be done a second time, late, and meet the object that replaced it.
+
+def put_own(name: str, data: Buffer) -> Procedure[str]:
+    """Create an object that nobody else creates, and make sure that it is whole.
+
+    If the name is taken, an earlier attempt with a lost acknowledgement took it: it holds the same bytes, or a part of
+    them. A torn object stays where it is, and the bytes go beside it under a copy's name. Deleting it would be unsafe:
+    the deletion could happen a second time, late, and hit the object that replaced it.
 
     Returns:
         The name under which the bytes lie.
@@ -364,40 +382,9 @@ def put_own(name: str, data: Buffer) -> Procedure[str]:
     digest: str | None = None
     for copy in range(MOST_COPIES):
         tried = copy_name(name, copy)
-        if (yield from put(tried, data)):
+        if (yield from Put(tried, data)):
             return tried
         digest = digest or hashlib.sha256(data).hexdigest()
-        if (yield from get(tried, limit=len(data), size=len(data), sha256=digest)) is not None:
+        if (yield from Get(tried, limit=len(data), size=len(data), sha256=digest)) is not None:
             return tried
-    raise StoreContentError(f"{name}: the store does not keep what is written to it, {MOST_COPIES} times over")
-
-
-class _Place(_Record):
-    node: str
-
-
-def claim_place(node: str) -> Procedure[int]:
-    """The part of the data that a node reads: the first place that it holds already or that nobody does, from 0.
-
-    A place is never given up: a node that comes back finds its own.
-    """
-    for index in range(_MOST_PLACES):
-        name = f"{PLACES}{index:04d}.json"
-        holder = yield from _holder(name)
-        if holder is None:
-            yield from put(name, _Place(node=node).model_dump_json().encode())
-            holder = yield from _holder(name)  # whoever was first, and whether or not the answer came
-        if holder == node:
-            return index
-    raise StoreContentError(f"all {_MOST_PLACES} places for nodes are taken; use a new distributed.repo_id")
-
-
-def _holder(name: str) -> Procedure[str | None]:
-    """Which node holds a place; an empty name when that cannot be read."""
-    data = yield from get(name, limit=PLACE_LIMIT)
-    if data is None:
-        return None
-    try:
-        return _Place.model_validate_json(data).node
-    except ValidationError:
-        return ""
+    raise StoreContentError(f"{name}: the store did not keep what was written to it, {MOST_COPIES} times")

@@ -1,4 +1,4 @@
-"""The global weights of a store as a file of one's own."""
+"""Download the global weights of a store into a file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from speedtronic.checkpoint.export.files import ExportError, check_replaceable_file
-from speedtronic.distributed.protocol import Manifest, read_manifest
-from speedtronic.distributed.requests import Procedure, get, perform
+from speedtronic.distributed.protocol import Manifest, read_blob, read_manifest
+from speedtronic.distributed.requests import Procedure, perform
 from speedtronic.distributed.status import newest_manifest
 from speedtronic.distributed.stores.base import Store
 from speedtronic.durable.files import FileSystem, ensure_directory, replace_file
@@ -15,7 +15,7 @@ from speedtronic.errors import StoreContentError
 
 WEIGHTS = "model.safetensors"
 
-_LOOKS = 5  # a version that is pruned while it is fetched has a successor; so many in a row is something else
+_ATTEMPTS = 5  # a version that is pruned while it is downloaded has a successor; five times in a row is another problem
 
 
 def pull(store: Store, path: str | os.PathLike[str], *, version: int | None = None, replace: bool = False) -> Manifest:
@@ -25,9 +25,9 @@ def pull(store: Store, path: str | os.PathLike[str], *, version: int | None = No
     in memory once meanwhile.
 
     Args:
-        path: the file, when it ends in `.safetensors`; else a folder, in which it will be `model.safetensors`.
+        path: the file, if it ends in `.safetensors`; else a folder, in which it will be `model.safetensors`.
         version: which weights; None for the newest.
-        replace: whether a file that is there is replaced.
+        replace: whether an existing file is replaced.
 
     Returns:
         The manifest of the version.
@@ -57,25 +57,19 @@ def target(path: str | os.PathLike[str]) -> Path:
 
 def _weights(url: str, version: int | None) -> Procedure[tuple[Manifest, bytes]]:
     """A version's manifest and the bytes of its weights."""
-    for _ in range(_LOOKS):
-        manifest = yield from _manifest(url, version)
-        blob = manifest.weights
-        data = yield from get(blob.path, limit=blob.size, size=blob.size, sha256=blob.sha256)
+    for _ in range(_ATTEMPTS):
+        manifest = newest = yield from newest_manifest(url)
+        if version is not None and version != newest.version:
+            older = (yield from read_manifest(version)) if 0 <= version < newest.version else None
+            if older is None:
+                raise StoreContentError(f"{url}: there is no version {version}; the newest is {newest.version}")
+            manifest = older
+        data = yield from read_blob(manifest.weights)
         if data is not None:
             return manifest, data
         if version is not None:
             break
     raise StoreContentError(
         f"{url}: the weights of version {manifest.version} are not in the store, or not as its manifest names them; "
-        "a master keeps those of the last versions alone (distributed.keep_versions)"
+        "a master keeps only those of the last versions (distributed.keep_versions)"
     )
-
-
-def _manifest(url: str, version: int | None) -> Procedure[Manifest]:
-    newest = yield from newest_manifest(url)
-    if version is None or version == newest.version:
-        return newest
-    manifest = (yield from read_manifest(version)) if 0 <= version < newest.version else None
-    if manifest is None:
-        raise StoreContentError(f"{url}: there is no version {version}; the newest is {newest.version}")
-    return manifest

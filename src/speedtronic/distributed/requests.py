@@ -1,35 +1,47 @@
-"""What a procedure of the protocol asks for, one request at a time.
+"""The requests that the protocol makes, one at a time.
 
-The rules of the protocol are written as generators that yield these and receive the answers. They do no I/O, know no
-threads and no clocks: a lane runs them against a real store and a real disk, and the tests run many of them against
-each other in any order, ending each at any request.
+The rules of the protocol are generators ("procedures") that yield requests and receive the answers. They do no I/O and
+know no threads and no clocks: a background thread runs them against a real store and a real disk, and the tests run
+many of them against each other in any order, ending each at any request.
+
+    data = yield from Get(name, limit=4096)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from speedtronic.distributed.stores.base import Buffer, Listing, Store
 
 T = TypeVar("T")
 
-# Whom a procedure tells of an event and its payload, or of words: "log", with `level` and `message`.
-Say = Callable[[str, Mapping[str, Any]], None]
+# Receives the name of an event and its payload; or "log", with `level` and `message`.
+EventSink = Callable[[str, Mapping[str, Any]], None]
+
+
+class Request(Generic[T]):
+    """What a procedure yields. `yield from request` gives the answer, with its type."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Generator[Any, Any, T]:
+        answer: T = yield self
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
-    """Create an object in the store; answered with true, or with false when there was one of this name."""
+class Put(Request[bool]):
+    """Create an object in the store. Answer: true, or false if there was one of this name."""
 
     name: str
     data: Buffer
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
-    """Read an object of the store; answered with its bytes, or None (see `Store.get`)."""
+class Get(Request[bytes | None]):
+    """Read an object of the store. Answer: its bytes, or None (see `Store.get`)."""
 
     name: str
     limit: int
@@ -38,45 +50,43 @@ class Get:
 
 
 @dataclass(frozen=True, slots=True)
-class List:
-    """Answered with a `Listing`."""
+class List(Request[Listing]):
+    """One page of names."""
 
     prefix: str
     marker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(Request[None]):
     """Remove an object of the store."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class WriteFile:
-    """Put a file of this node's own in its place; durable when answered, whole or not at all. Raises OSError."""
+class WriteFile(Request[None]):
+    """Replace a file of this node; durable when answered, whole or not at all. Raises OSError."""
 
     name: str
     data: Buffer
 
 
 @dataclass(frozen=True, slots=True)
-class ReadFile:
-    """Answered with the file's bytes, or None when there is none. Raises OSError."""
+class ReadFile(Request[bytes | None]):
+    """Answer: the bytes of a file of this node, or None if there is none. Raises OSError."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveFile:
-    """Remove a file of this node's own, if it is there."""
+class RemoveFile(Request[None]):
+    """Remove a file of this node, if it is there."""
 
     name: str
 
 
-StoreEffect = Put | Get | List | Delete
-FileEffect = WriteFile | ReadFile | RemoveFile
-Effect = StoreEffect | FileEffect
+Effect = Put | Get | List | Delete | WriteFile | ReadFile | RemoveFile
 Procedure = Generator[Effect, Any, T]
 
 
@@ -88,38 +98,6 @@ class Files(Protocol):
     def read(self, name: str) -> bytes | None: ...
 
     def remove(self, name: str) -> None: ...
-
-
-def put(name: str, data: Buffer) -> Procedure[bool]:
-    created: bool = yield Put(name, data)
-    return created
-
-
-def get(name: str, *, limit: int, size: int | None = None, sha256: str | None = None) -> Procedure[bytes | None]:
-    data: bytes | None = yield Get(name, limit, size, sha256)
-    return data
-
-
-def list_after(prefix: str, marker: str = "") -> Procedure[Listing]:
-    listing: Listing = yield List(prefix, marker)
-    return listing
-
-
-def delete(name: str) -> Procedure[None]:
-    yield Delete(name)
-
-
-def write_file(name: str, data: Buffer) -> Procedure[None]:
-    yield WriteFile(name, data)
-
-
-def read_file(name: str) -> Procedure[bytes | None]:
-    data: bytes | None = yield ReadFile(name)
-    return data
-
-
-def remove_file(name: str) -> Procedure[None]:
-    yield RemoveFile(name)
 
 
 def answer(effect: Effect, store: Store, files: Files | None) -> Any:
@@ -144,17 +122,17 @@ def answer(effect: Effect, store: Store, files: Files | None) -> Any:
 
 
 def perform(procedure: Procedure[T], store: Store, files: Files | None = None) -> T:
-    """Run a procedure to its end. What a request raises is raised inside the procedure, which may live with it."""
+    """Run a procedure to its end. What a request raises is raised inside the procedure, which may handle it."""
     try:
         effect = next(procedure)
         while True:
             try:
                 result = answer(effect, store, files)
-            except Exception as error:  # noqa: BLE001 - handed to the procedure, which raises on what it does not expect
+            except Exception as error:  # noqa: BLE001 - passed to the procedure, which raises what it does not expect
                 effect = procedure.throw(error)
             else:
                 effect = procedure.send(result)
-                del result  # a delta or weights, which would be kept while the next request runs
+                del result  # a delta or weights, which would stay in memory while the next request runs
     except StopIteration as end:
         value: T = end.value
         return value

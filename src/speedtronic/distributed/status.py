@@ -1,18 +1,18 @@
-"""What a store holds: its version, who sent what, and what still waits. Reads the newest manifest and one listing."""
+"""What a store holds: its version, what nodes sent, and what still waits. Reads the newest manifest and one listing."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from speedtronic.distributed.protocol import (
     DELTAS,
+    UNMARKED,
     DeltaId,
     Manifest,
     Mark,
     find_head,
-    is_processed,
     list_all,
     parse_delta_name,
 )
@@ -23,21 +23,21 @@ from speedtronic.errors import StoreContentError
 
 @dataclass(frozen=True)
 class SessionStatus:
-    """What one life of a node has sent. A restarted node begins another session.
+    """What a node has sent in one session. A restarted node starts another session.
 
     Attributes:
         session: its name.
-        seq: number of its last delta that a version has dealt with; 0 when none.
-        step: optimizer steps of the node that the versions contain, those of its former sessions included.
-        samples, tokens: what the node had trained on by then, counted alike.
-        seen: when the master last dealt with one of its deltas (UTC, ISO 8601, by the master's clock); None when never.
+        seq: number of its last delta that a version has processed; 0 if there is none.
+        step: optimizer steps of the node that the versions contain, including those of its earlier sessions.
+        samples, tokens: what the node had trained on by then, counted in the same way.
+        seen: when the master last processed one of its deltas (UTC, ISO 8601, by the master's clock); None if never.
         version: the version that did.
         versions_behind: how many versions there were since then.
-        rounds_behind: how many rounds: versions weigh as much as the share of the nodes that were in them.
+        rounds_behind: how many rounds since then. A version counts as the fraction of a round that it is.
         bytes: size of all its deltas so far.
         rejected: how many of its deltas were refused.
         reason: why the last of those was.
-        outstanding: how many of its deltas lie in the store and wait for the master.
+        outstanding: how many of its deltas wait in the store for the master.
         outstanding_bytes: their size.
     """
 
@@ -108,19 +108,6 @@ def store_status(store: Store) -> StoreStatus:
     return perform(_status(store.url), store)
 
 
-def _status(url: str) -> Procedure[StoreStatus]:
-    head = yield from newest_manifest(url)
-    waiting = yield from _outstanding(head)
-    return StoreStatus(
-        url=url,
-        version=head.version,
-        time=head.time,
-        rounds=head.rounds,
-        weights_bytes=head.weights.size,
-        nodes=_nodes(head, waiting),
-    )
-
-
 def newest_manifest(url: str) -> Procedure[Manifest]:
     """The head of the store at `url`.
 
@@ -134,51 +121,58 @@ def newest_manifest(url: str) -> Procedure[Manifest]:
     if head is None:
         raise StoreContentError(
             f"{url}: there is no version in it: no master has published yet, or the address is another one; "
-            "a master starts by `speedtronic diloco master CONFIG`"
+            "start a master with `speedtronic diloco master CONFIG`"
         )
     return head
 
 
-def _outstanding(head: Manifest) -> Procedure[dict[DeltaId, int]]:
-    """The deltas that wait for the master, with their sizes. Those that the head has dealt with are about to go."""
+def _status(url: str) -> Procedure[StoreStatus]:
+    head = yield from newest_manifest(url)
+
+    # The deltas that wait for the master. Those that the head has processed are about to be deleted.
     waiting: dict[DeltaId, int] = {}
     for entry in (yield from list_all(DELTAS)):
         delta = parse_delta_name(entry.name)
-        if delta is not None and not is_processed(head, delta):
+        if delta is not None and not head.has_processed(delta):
             waiting[delta] = max(entry.size, waiting.get(delta, 0))  # of several copies all but one are torn
-    return waiting
 
-
-def _nodes(head: Manifest, waiting: Mapping[DeltaId, int]) -> tuple[NodeStatus, ...]:
     sizes: dict[str, list[int]] = defaultdict(list)
     for delta, size in waiting.items():
-        sizes[delta.lineage].append(size)
+        sizes[delta.session_key].append(size)
     nodes: dict[str, list[SessionStatus]] = defaultdict(list)
-    for lineage in sorted(head.marks.keys() | sizes.keys()):
-        node, _, session = lineage.partition("/")
-        nodes[node].append(_session(head, session, head.marks.get(lineage), sizes[lineage]))
-    return tuple(NodeStatus(name, tuple(sorted(sessions, key=_age))) for name, sessions in nodes.items())
+    for key in sorted(head.marks.keys() | sizes.keys()):
+        node, _, session = key.partition("/")
+        nodes[node].append(_session(head, session, head.marks.get(key), sizes[key]))
+    return StoreStatus(
+        url=url,
+        version=head.version,
+        time=head.time,
+        rounds=head.rounds,
+        weights_bytes=head.weights.size,
+        nodes=tuple(NodeStatus(name, tuple(sorted(sessions, key=_age))) for name, sessions in nodes.items()),
+    )
 
 
-def _session(head: Manifest, session: str, mark: Mark | None, waiting: Sequence[int]) -> SessionStatus:
+def _session(head: Manifest, session: str, marked: Mark | None, waiting: Sequence[int]) -> SessionStatus:
+    mark = marked or UNMARKED
     return SessionStatus(
         session=session,
-        seq=mark.seq if mark else 0,
-        step=mark.step if mark else 0,
-        samples=mark.samples if mark else 0,
-        tokens=mark.tokens if mark else 0,
-        seen=mark.time if mark else None,
-        version=mark.version if mark else None,
-        versions_behind=head.version - mark.version if mark else None,
-        rounds_behind=head.rounds - mark.rounds if mark else None,
-        bytes=(mark.bytes if mark else 0) + sum(waiting),
-        rejected=mark.rejected if mark else 0,
-        reason=mark.reason if mark else None,
+        seq=mark.seq,
+        step=mark.step,
+        samples=mark.samples,
+        tokens=mark.tokens,
+        seen=mark.time if marked else None,
+        version=mark.version if marked else None,
+        versions_behind=head.version - mark.version if marked else None,
+        rounds_behind=head.rounds - mark.rounds if marked else None,
+        bytes=mark.bytes + sum(waiting),
+        rejected=mark.rejected,
+        reason=mark.reason,
         outstanding=len(waiting),
         outstanding_bytes=sum(waiting),
     )
 
 
 def _age(session: SessionStatus) -> tuple[bool, int, str]:
-    """Orders sessions from old to new: one that no version knows yet has begun last."""
+    """Orders sessions from old to new: one that no version knows yet is the newest."""
     return session.version is None, session.version or 0, session.session

@@ -1,22 +1,26 @@
-"""The threads of DumbDiLoCo. What they run is written without them; here is only when it runs and how it ends."""
+"""The threads of DumbDiLoCo: only when work is done and how it ends. What they run knows nothing of threads."""
 
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 
+from speedtronic.distributed.requests import EventSink
+from speedtronic.errors import StoreError, StoreUnavailableError
 
-class Lane:
-    """A thread that does one kind of work again and again: when it is woken, and at the latest after an interval.
 
-    A lane runs once. It is a daemon thread, so that a request which hangs keeps no process from ending.
+class BackgroundThread:
+    """Does one kind of work again and again: when it is woken, and at the latest after an interval.
+
+    It runs once. It is a daemon thread, so that a request that hangs does not keep the process alive.
 
     Args:
         name: the thread's.
-        work: done at once when the lane starts; true asks to be called again without a pause.
+        work: done at once when the thread starts. True asks to be called again without a pause.
         interval: seconds between the end of one call and the next.
-        failed: told of what `work` raised; the lane goes on after the interval.
-        stopping: set by `stop`. Lanes that share one end together; what waits within `work` should wait on it.
+        failed: receives what `work` raised; the thread continues after the interval.
+        stopping: set by `stop`. Threads that share one end together; waits inside `work` should wait on it.
     """
 
     def __init__(
@@ -28,7 +32,7 @@ class Lane:
         failed: Callable[[Exception], None],
         stopping: threading.Event | None = None,
     ) -> None:
-        self.stopping = stopping if stopping is not None else threading.Event()
+        self._stopping = stopping if stopping is not None else threading.Event()
         self._work = work
         self._interval = interval
         self._failed = failed
@@ -39,29 +43,68 @@ class Lane:
         self._thread.start()
 
     def wake(self) -> None:
-        """Let the work be done soon, also when it is being done right now."""
+        """Let the work be done soon, also if it is being done right now."""
         self._woken.set()
 
     def stop(self, timeout: float) -> bool:
-        """Ask the lane to end, wait for it up to `timeout` seconds, and return whether it has ended.
+        """Ask the thread to end, wait up to `timeout` seconds, and return whether it has ended.
 
-        One that has not, since a request hangs, ends with that request.
+        If a request hangs, the thread ends with that request.
         """
-        self.stopping.set()
+        self._stopping.set()
         self.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self.stopping.is_set():
+        while not self._stopping.is_set():
             self._woken.clear()
-            if not self._again():
+            again = False
+            try:
+                again = self._work()
+            except Exception as error:  # noqa: BLE001 - the thread's edge: every failure is reported and tried again
+                self._failed(error)
+            if not again:
                 self._woken.wait(self._interval)
 
-    def _again(self) -> bool:
+
+class ReportedWork:
+    """Work with the store. An error is logged when it starts and when it is over, not at each attempt."""
+
+    def __init__(self, name: str, work: Callable[[], bool], say: EventSink) -> None:
+        self._name = name
+        self._work = work
+        self._say = say
+        self._trouble: str | None = None
+
+    def __call__(self) -> bool:
+        again = self._work()
+        if self._trouble is not None:
+            self._trouble = None
+            self._log("INFO", f"{self._name} works again")
+        return again
+
+    def attempt(self) -> None:
+        """Do it on the calling thread, which continues whatever the store answers."""
         try:
-            return self._work()
-        except Exception as error:  # noqa: BLE001 - the thread's edge: whatever fails is said, and tried again later
-            self._failed(error)
-            return False
+            self()
+        except StoreError as error:
+            self.report(error)
+
+    def report(self, error: Exception) -> None:
+        # Messages of an unavailable store differ from attempt to attempt: one kind of error is one trouble.
+        trouble = type(error).__name__ if isinstance(error, StoreUnavailableError) else str(error)
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if isinstance(error, StoreUnavailableError):
+            self._log("WARNING", f"{self._name} failed and is tried again; training goes on: {error}")
+        elif isinstance(error, StoreError):
+            self._log("ERROR", f"{self._name} is refused; training goes on alone: {error}")
+        else:
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            self._log("WARNING", f"{self._name} failed and is tried again:\n{trace}")
+
+    def _log(self, level: str, message: str) -> None:
+        self._say("log", {"level": level, "message": message})

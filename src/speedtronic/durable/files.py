@@ -113,7 +113,7 @@ class FileRecord(NamedTuple):
 
 
 def temporary_prefix(path: Path, purpose: str = "") -> str:
-    """How the temporary names begin that this host gives beside `path`."""
+    """The beginning of all temporary names that this host gives beside `path`."""
     host = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
     return f".tmp-{purpose}{path.name}-{host}"
 
@@ -121,7 +121,7 @@ def temporary_prefix(path: Path, purpose: str = "") -> str:
 def temporary_name(path: Path, purpose: str = "") -> Path:
     """A new name beside `path`: `.tmp-<purpose><name>-<host>-<random>-<process id>`.
 
-    The host, the process and the random digits keep writers apart. `folders.py` removes what dead writers leave.
+    No two writers get the same one. `folders.py` removes files and folders with such names that dead writers left.
     """
     return path.with_name(f"{temporary_prefix(path, purpose)}-{secrets.token_hex(4)}-{os.getpid()}")
 

@@ -1,4 +1,4 @@
-"""Folders that appear under their name when they are complete, and what dead processes leave of them."""
+"""Folders that get their name when they are complete, and leftovers of processes that died before that."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from speedtronic.durable.processes import process_is_alive
 _REPLACED = "replaced-"
 _TEMPORARY = re.compile(r"\.tmp-.+-(\d+)")  # the process id is last
 
-# What this process is writing now. Another temporary name with this process id is left by an earlier process that had
-# the same id, as it often happens in containers.
+# What this process is writing now. Any other temporary name with this process id was left by an earlier process with
+# the same id, which is common in containers.
 _being_written: set[Path] = set()
 
 
 @contextmanager
 def temporary_beside(fs: FileSystem, target: Path) -> Iterator[Path]:
-    """A free path beside `target` for the block to write a file or folder to, and to rename.
+    """A free path beside `target`. The block writes a file or folder there and renames it.
 
-    Whatever ends the block with an error, nothing is left at the path.
+    If the block fails, nothing is left at the path.
 
     Raises:
         OSError: on entry, the folder above cannot be made.
@@ -44,14 +44,15 @@ def temporary_beside(fs: FileSystem, target: Path) -> Iterator[Path]:
 def publish_folder(fs: FileSystem, finished: Path, target: Path, *, replace: bool) -> None:
     """Give a finished folder beside `target` that name, durably.
 
-    An empty folder gives way; any other only with `replace`, and it comes back when the step fails. A process that is
-    killed between the two renames leaves it under a temporary name, from which `recover` brings it back.
+    An empty folder is replaced, any other only with `replace`. The old folder comes back if a step fails. If the
+    process is killed between the two renames, the old folder is left under a temporary name, and `recover` brings it
+    back.
 
     Args:
-        finished: holds files that are on the disk already.
+        finished: its files must be on the disk already.
 
     Raises:
-        OSError: the disk failed, or there is something and `replace` is false. Both folders are where they were.
+        OSError: the disk failed, or the target has files and `replace` is false. Both folders are where they were.
     """
     fs.sync_directory(finished)
     replaces = target.is_dir() and (replace or not any(target.iterdir()))
@@ -72,7 +73,7 @@ def publish_folder(fs: FileSystem, finished: Path, target: Path, *, replace: boo
 
 
 def remove_folder(fs: FileSystem, path: Path) -> None:
-    """Remove a folder so that nobody finds half of it: its name in one step, then its files."""
+    """Remove a folder: its name in one step, then its files, so that nobody finds half of it."""
     removed = temporary_name(path, "removed-")
     fs.rename(path, removed)
     fs.remove_tree(removed)
@@ -89,7 +90,7 @@ def remove(fs: FileSystem, path: Path) -> None:
 def recover(fs: FileSystem, target: Path) -> None:
     """Clean up beside `target` after processes of this host that were killed while they wrote it.
 
-    A folder that was moved out of the way comes back when nothing has taken its place. Everything else is removed.
+    A folder that was moved away comes back if nothing has taken its place. Everything else is removed.
     """
     unfinished, former = (
         re.compile(rf"{re.escape(temporary_prefix(target, purpose))}-[0-9a-f]+-\d+") for purpose in ("", _REPLACED)

@@ -47,8 +47,8 @@ class FolderLock:
         directory: the folder; made when absent.
         file: the name of the lock file in it.
         reentrant: whether this process may take the folder again while it holds it; the last one to leave frees it.
-        held: makes the error for a folder that is held. It is told by whom, for instance "process 12 on box, running
-            since 2030-01-01T00:00:00+00:00", "this process" or "another process".
+        held: makes the error for a folder that is held, from words for the holder: "process 12 on box, running since
+            2030-01-01T00:00:00+00:00", "this process" or "another process".
         unusable: makes the error for a folder that cannot be made, written or locked.
     """
 
@@ -96,7 +96,7 @@ class FolderLock:
         """Leave the block, and remove the folder with all that is in it. Only for a lock that is not reentrant."""
         with _guard:
             descriptor = _held.pop(self._key).descriptor
-            if sys.platform == "win32":  # what is open cannot be removed there
+            if sys.platform == "win32":  # open files cannot be removed there
                 _free(descriptor)
                 shutil.rmtree(self._directory, ignore_errors=True)
             else:
@@ -142,15 +142,15 @@ class RunLock(FolderLock):
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        folder = Path(directory)
         super().__init__(
-            directory,
+            folder,
             reentrant=True,
             held=lambda holder: RunLockedError(
-                f"{directory} is in use by {holder}; wait for it to end, stop it, or give this run another "
-                "run.output_dir"
+                f"{folder} is in use by {holder}; wait for it to end, stop it, or give this run another run.output_dir"
             ),
             unusable=lambda error: RunFolderError(
-                f"{directory} cannot be used as the folder of a run ({error.strerror}); give this run another "
+                f"{folder} cannot be used as the folder of a run ({error.strerror}); give this run another "
                 "run.output_dir"
             ),
         )

@@ -3,10 +3,10 @@
 The format (huggingface.co/docs/safetensors): eight bytes with the little-endian length of a JSON header; the header,
 which gives each name its dtype, shape and the range of its bytes; the bytes, without holes, to the file's end.
 
-Reading: the safetensors library decides whether a file is one. After that its header is trusted, and our code reads the
-bytes, because the library cannot take a checksum in the same pass, and because it maps files into memory, where a file
-that is cut meanwhile ends the process. Writing is our own, so that checksums are taken on the way and a test can let
-any write fail.
+Reading: the safetensors library decides whether a file has this format. After that its header is trusted, and our code
+reads the bytes. The library cannot take a checksum in the same pass, and it maps files into memory, where a file that
+is cut meanwhile ends the process. Writing is our own, so that checksums are taken on the way and a test can let any
+write fail.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RESERVED_NAME = "__metadata__"
 
 
 def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file. Each tensor is copied from its device when its turn comes.
+    """The bytes of a safetensors file. Each tensor is copied from its device just before its bytes are returned.
 
     Args:
         tensors: real dense tensors of the dtypes in `DTYPE_NAMES`, any shape, strides and device.
@@ -66,7 +66,7 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """What stands in the file before the data, which is that of the tensors in `file_order`."""
+    """The beginning of the file. The data of the tensors in `file_order` follows it."""
     header: dict[str, Any] = {RESERVED_NAME: dict(metadata)}
     offset = 0
     for name in file_order(tensors):
@@ -84,7 +84,7 @@ def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in a safetensors stream, in bytes from the end of the header, and what it is."""
+    """A tensor's range of bytes, counted from the end of the header, with its name, dtype and shape."""
 
     begin: int
     end: int
@@ -94,7 +94,7 @@ class TensorPlace(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file; `begin` is where its bytes begin, from the start of the file."""
+    """A tensor in a safetensors file. Its bytes start at `begin`, counted from the start of the file."""
 
     file: Path
     begin: int
@@ -102,12 +102,12 @@ class StoredTensor(NamedTuple):
 
 
 class TensorHeader(NamedTuple):
-    """What a safetensors stream says of itself.
+    """The header of a safetensors file.
 
     Attributes:
-        places: of the tensors, in the order of the data, which they fill without holes.
+        places: the tensors in the order of the data, which they fill without holes.
         metadata: the free text in the header.
-        size: bytes of the header, after which the data begins.
+        size: bytes before the data.
     """
 
     places: list[TensorPlace]
@@ -115,12 +115,12 @@ class TensorHeader(NamedTuple):
     size: int
 
     def stored(self, file: Path) -> dict[str, StoredTensor]:
-        """The tensors by name, where `file` holds the stream."""
+        """The tensors of `file`, which has this header, by name."""
         return {place.name: StoredTensor(file, self.size + place.begin, place) for place in self.places}
 
 
 def check_tensor_file(path: Path) -> None:
-    """Raise DamagedFileError unless it is a safetensors file: its tensors fill its data as their shapes say."""
+    """Raise DamagedFileError unless it is a safetensors file, and its tensors fill its data as their shapes say."""
     try:
         with safetensors.safe_open(path, framework="numpy"):
             pass
@@ -129,7 +129,7 @@ def check_tensor_file(path: Path) -> None:
 
 
 def check_tensor_bytes(data: bytes) -> None:
-    """Raise DamagedFileError unless these are the bytes of a safetensors file. They are copied meanwhile."""
+    """Raise DamagedFileError unless these are the bytes of a safetensors file. The check needs memory for a copy."""
     try:
         safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # the library has no types for it
     except safetensors.SafetensorError as error:
@@ -137,7 +137,7 @@ def check_tensor_bytes(data: bytes) -> None:
 
 
 def parse_header(text: bytes) -> TensorHeader:
-    """What a header says, which the safetensors library has accepted before.
+    """Read the JSON of a header. The safetensors library must have accepted the data before.
 
     Raises:
         DamagedFileError: a tensor has a dtype that is not in `DTYPE_NAMES`.
@@ -155,7 +155,7 @@ def parse_header(text: bytes) -> TensorHeader:
 
 
 def read_header(path: Path) -> TensorHeader:
-    """What a safetensors file says of itself.
+    """Check a safetensors file and read its header.
 
     Raises:
         DamagedFileError: it is not a safetensors file, or has a dtype that is not in `DTYPE_NAMES`.
@@ -170,8 +170,8 @@ def read_tensors(path: Path, read_into: Callable[[memoryview], None], size: int)
     """Read all tensors of a safetensors file in one pass over its bytes, onto the CPU.
 
     Args:
-        path: the file, for the check of its header.
-        read_into: fills the buffer that it is given with the file's next bytes.
+        path: the file, for the check.
+        read_into: fills a buffer with the next bytes of the same file.
         size: bytes in the file.
 
     Raises:
@@ -185,14 +185,14 @@ def read_tensors(path: Path, read_into: Callable[[memoryview], None], size: int)
 def _read_header(read_into: Callable[[memoryview], None], size: int) -> TensorHeader:
     prefix = bytearray(8)
     read_into(memoryview(prefix))
-    # The library has checked the length. The file may have changed since: nobody allocates more than it has.
+    # The library has checked the length. If the file has changed since, this still allocates no more than its size.
     text = bytearray(min(struct.unpack("<Q", prefix)[0], size))
     read_into(memoryview(text))
     return parse_header(bytes(text))
 
 
 def read_tensor(read_into: Callable[[memoryview], None], place: TensorPlace) -> Tensor:
-    """Read the tensor at which a stream stands, into memory of its own."""
+    """Read a tensor into memory of its own. The next bytes must be those of the tensor."""
     try:
         tensor = torch.empty(place.shape, dtype=place.dtype)
         data = bytes_of(tensor)

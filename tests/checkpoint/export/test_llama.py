@@ -132,7 +132,7 @@ def test_without_key_value_heads_each_query_head_has_its_own() -> None:
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"head_dim": 32}, "head_dim 32 is not hidden_size 36"),
         ({"head_dim": "6"}, "head_dim '6'"),
-        ({"intermediate_size": 37}, "intermediate_size 37 is no multiple"),
+        ({"intermediate_size": 37}, "intermediate_size 37 is not a multiple"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),

@@ -177,7 +177,7 @@ def test_a_loader_without_the_checkpoints_generator_is_refused() -> None:
     interrupted = batch_stream(DataLoader(TEN, 4, shuffle=True, generator=own_generator()))
     next(interrupted)
 
-    with pytest.raises(DataError, match="has 0 random generators of its own, but that of the checkpoint had 1"):
+    with pytest.raises(DataError, match="has 0 random generators of its own, but the checkpoint was saved with 1"):
         batch_stream(DataLoader(TEN, 4, shuffle=True)).load_state_dict(interrupted.state_dict())
 
 
@@ -298,7 +298,7 @@ def test_a_stateful_loader_with_workers_continues_at_its_own_position(done: int)
     check_that_it_continues(lambda: stateful(2, own=True), done)
 
 
-def test_skipping_goes_on_behind_the_batches_in_a_loader_that_seeks_and_in_one_that_does_not() -> None:
+def test_skipping_continues_behind_the_batches_whether_or_not_the_loader_seeks() -> None:
     dataset = SyntheticTokenDataset(10, 4, 64, seed=0)
     warnings: list[str] = []
 
@@ -314,7 +314,7 @@ def test_skipping_goes_on_behind_the_batches_in_a_loader_that_seeks_and_in_one_t
         next(stream)
         stream.skip(3)
         assert torch.equal(next(stream)["input_ids"], expected[4]["input_ids"])
-    assert warnings == ["the data loader cannot seek: reading 3 batches to go on behind them"]
+    assert warnings == ["the data loader cannot seek: reading 3 batches to continue behind them"]
 
 
 def test_skipping_over_the_end_of_an_epoch_and_right_after_a_resume() -> None:

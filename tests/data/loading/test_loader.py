@@ -268,7 +268,7 @@ def of_ranks(size: int, batch_size: int, world_size: int, **options: Any) -> lis
     ]
 
 
-def test_ranks_are_dealt_the_order_in_rounds_and_share_the_last_evenly() -> None:
+def test_ranks_divide_the_order_into_global_batches_and_the_last_one_evenly() -> None:
     assert of_ranks(15, 2, 3, drop_last=False) == [
         [[0, 1], [6, 7], [12]],
         [[2, 3], [8, 9], [13]],
@@ -404,7 +404,7 @@ def test_a_shuffled_order_of_a_thousand_million_takes_no_memory_and_no_search(po
     finally:
         tracemalloc.stop()
 
-    assert batch.tolist() == SampleOrder(10**9, shuffle=True, seed=0).indices(0, position, position + 4).tolist()
+    assert batch.tolist() == SampleOrder(10**9, shuffle=True, seed=0).at(0, np.arange(position, position + 4)).tolist()
     assert dataset.reads == 4
     assert peak < 2**20
 

@@ -5,16 +5,21 @@ import tracemalloc
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedtronic.data.loading.sampler import Deal, Permutation, SampleOrder, derive_seed
+from speedtronic.data.loading.sampler import GlobalBatch, Permutation, SampleOrder, derive_seed
+
+
+def samples_at(order: SampleOrder, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+    return order.at(epoch, np.arange(start, stop))
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64))
 def test_an_epoch_holds_every_sample_once(size: int, seed: int) -> None:
-    order = SampleOrder(size, shuffle=True, seed=seed).indices(0, 0, size)
+    order = samples_at(SampleOrder(size, shuffle=True, seed=seed), 0, 0, size)
 
     assert np.array_equal(np.sort(order), np.arange(size))
 
@@ -33,12 +38,12 @@ def test_any_stretch_of_an_epoch_is_found_without_what_comes_before(size: int, e
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
 
-    assert np.array_equal(order.indices(epoch, start, stop), order.indices(epoch, 0, size)[start:stop])
+    assert np.array_equal(samples_at(order, epoch, start, stop), samples_at(order, epoch, 0, size)[start:stop])
 
 
 def test_the_order_differs_between_epochs_and_seeds_and_repeats() -> None:
     def order(seed: int, epoch: int) -> tuple[int, ...]:
-        return tuple(SampleOrder(100, shuffle=True, seed=seed).indices(epoch, 0, 100).tolist())
+        return tuple(samples_at(SampleOrder(100, shuffle=True, seed=seed), epoch, 0, 100).tolist())
 
     orders = {order(seed, epoch) for seed in range(4) for epoch in range(4)}
 
@@ -47,16 +52,16 @@ def test_the_order_differs_between_epochs_and_seeds_and_repeats() -> None:
 
 
 def test_without_shuffling_samples_come_in_their_own_order() -> None:
-    assert SampleOrder(10, shuffle=False, seed=1).indices(3, 4, 8).tolist() == [4, 5, 6, 7]
+    assert samples_at(SampleOrder(10, shuffle=False, seed=1), 3, 4, 8).tolist() == [4, 5, 6, 7]
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
     """Checkpoints hold positions, so what stands at a position must never change."""
     order = SampleOrder(10, shuffle=True, seed=1234)
 
-    assert order.indices(0, 0, 10).tolist() == [2, 5, 9, 3, 8, 4, 1, 0, 7, 6]
-    assert order.indices(1, 0, 10).tolist() == [7, 0, 5, 4, 9, 1, 2, 8, 6, 3]
-    assert SampleOrder(10**6, shuffle=True, seed=0).indices(0, 0, 3).tolist() == [544887, 495720, 537083]
+    assert samples_at(order, 0, 0, 10).tolist() == [2, 5, 9, 3, 8, 4, 1, 0, 7, 6]
+    assert samples_at(order, 1, 0, 10).tolist() == [7, 0, 5, 4, 9, 1, 2, 8, 6, 3]
+    assert samples_at(SampleOrder(10**6, shuffle=True, seed=0), 0, 0, 3).tolist() == [544887, 495720, 537083]
 
 
 def test_small_sets_are_shuffled_evenly() -> None:
@@ -64,7 +69,7 @@ def test_small_sets_are_shuffled_evenly() -> None:
     epochs = 2400
     order = SampleOrder(4, shuffle=True, seed=9)
 
-    counts = Counter(tuple(order.indices(epoch, 0, 4).tolist()) for epoch in range(epochs))
+    counts = Counter(tuple(samples_at(order, epoch, 0, 4).tolist()) for epoch in range(epochs))
 
     expected = epochs / 24
     assert len(counts) == 24
@@ -76,7 +81,7 @@ def test_every_sample_is_as_likely_at_every_position() -> None:
     order = SampleOrder(size, shuffle=True, seed=3)
     counts = np.zeros((size, size))
     for epoch in range(epochs):
-        counts[np.arange(size), order.indices(epoch, 0, size)] += 1
+        counts[np.arange(size), samples_at(order, epoch, 0, size)] += 1
 
     expected = epochs / size
     statistic = ((counts - expected) ** 2 / expected).sum()
@@ -86,7 +91,7 @@ def test_every_sample_is_as_likely_at_every_position() -> None:
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
-    order = SampleOrder(10_000, shuffle=True, seed=0).indices(0, 0, 10_000)
+    order = samples_at(SampleOrder(10_000, shuffle=True, seed=0), 0, 0, 10_000)
 
     assert (np.abs(np.diff(order)) == 1).sum() < 20
 
@@ -96,7 +101,7 @@ def test_the_last_position_of_a_huge_set_is_found_at_once() -> None:
     order = SampleOrder(size, shuffle=True, seed=0)
     began = time.perf_counter()
 
-    last = order.indices(10**6, size - 1, size)
+    last = samples_at(order, 10**6, size - 1, size)
 
     assert 0 <= last[0] < size
     assert time.perf_counter() - began < 1
@@ -113,7 +118,7 @@ def test_an_order_over_a_thousand_million_samples_takes_no_memory() -> None:
     tracemalloc.start()
     try:
         order = SampleOrder(10**9, shuffle=True, seed=0)
-        seen = [order.indices(0, start, start + 1000) for start in (0, 10**6, 9 * 10**8, 10**9 - 1000)]
+        seen = [samples_at(order, 0, start, start + 1000) for start in (0, 10**6, 9 * 10**8, 10**9 - 1000)]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -125,12 +130,12 @@ def test_an_order_over_a_thousand_million_samples_takes_no_memory() -> None:
 def test_any_positions_are_looked_up_together() -> None:
     order = SampleOrder(100, shuffle=True, seed=1)
 
-    assert order.at(2, np.array([7, 3, 7])).tolist() == [order.indices(2, p, p + 1).item() for p in (7, 3, 7)]
+    assert order.at(2, np.array([7, 3, 7])).tolist() == [samples_at(order, 2, p, p + 1).item() for p in (7, 3, 7)]
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 100))
-def test_the_shares_of_a_round_cover_it_and_differ_by_at_most_one(batch_size: int, world_size: int, left: int) -> None:
-    shares = [Deal(batch_size, rank, world_size, drop_last=False).share(left) for rank in range(world_size)]
+def test_shares_cover_a_global_batch_and_differ_by_at_most_one(batch_size: int, world_size: int, left: int) -> None:
+    shares = [GlobalBatch(batch_size, rank, world_size, drop_last=False).share(left) for rank in range(world_size)]
     sizes = [len(share) for share in shares]
 
     assert [sample for share in shares for sample in share] == list(range(min(left, batch_size * world_size)))
@@ -138,8 +143,8 @@ def test_the_shares_of_a_round_cover_it_and_differ_by_at_most_one(batch_size: in
     assert sizes[0] == max(sizes)
 
 
-def test_drop_last_leaves_out_a_round_that_is_not_full() -> None:
-    deal = Deal(2, 1, 2, drop_last=True)
+def test_drop_last_leaves_out_a_global_batch_that_is_not_full() -> None:
+    batch = GlobalBatch(2, 1, 2, drop_last=True)
 
-    assert deal.share(4) == deal.share(9) == range(2, 4)
-    assert len(deal.share(3)) == 0
+    assert batch.share(4) == batch.share(9) == range(2, 4)
+    assert len(batch.share(3)) == 0

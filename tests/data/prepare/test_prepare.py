@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from speedtronic.data.prepare.prepare import PreparedSummary, Progress, prepare
-from speedtronic.data.prepare.work_folder import PartialFolder, is_resumable, partial_folder
-from speedtronic.data.shards import ShardSet, ShardWriter
-from speedtronic.data.tokenizers.base import CharTokenizer
+from speedtronic.data.prepare.staging import StagingFolder, is_resumable, staging_folder
+from speedtronic.data.shard_writer import ShardWriter
+from speedtronic.data.shards import ShardSet
+from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
 from tests.support.tokenizers import byte_level_bpe
 
@@ -271,7 +272,7 @@ def test_the_library_of_the_running_python_is_a_source(tmp_path: Path, monkeypat
 def test_a_python_without_library_sources_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "nothing"))
 
-    with pytest.raises(DataError, match="keeps no library sources there"):
+    with pytest.raises(DataError, match="has no library sources there"):
         prepare([], tmp_path / "out", source="python-stdlib")
 
 
@@ -292,7 +293,7 @@ def test_the_next_preparation_removes_what_a_killed_one_left(
     with monkeypatch.context() as patch:
         patch.setattr("os.getpid", lambda: killed.pid)
         ShardWriter(tmp_path / "out", tokenizer=CharTokenizer()).__enter__()
-    assert len(list(tmp_path.glob(".out.partial-*"))) == 1
+    assert len(list(tmp_path.glob(".tmp-out-*"))) == 1
 
     assert prepare([corpus], tmp_path / "out").already_prepared
 
@@ -373,7 +374,7 @@ def content(folder: Path) -> dict[str, bytes]:
 RECIPE: dict[str, Any] = {"shard_tokens": 500, "unit_bytes": 200}
 
 
-def every_unit_is_noted() -> Callable[[], float]:
+def journal_every_unit() -> Callable[[], float]:
     return itertools.count(0, 1000).__next__
 
 
@@ -404,13 +405,13 @@ def test_two_processes_write_what_one_writes(tmp_path: Path, long_corpus: Path, 
 
 @pytest.mark.parametrize("units", [1, 2, 5, 9, 15, 20])
 @pytest.mark.parametrize("tokenizer", ["chars", "bpe"])
-def test_what_was_interrupted_goes_on_to_the_same_result(
+def test_an_interrupted_preparation_continues_to_the_same_result(
     tmp_path: Path, long_corpus: Path, bpe: str, tokenizer: str, units: int
 ) -> None:
     recipe = {**RECIPE, "tokenizer": bpe if tokenizer == "bpe" else tokenizer, "processes": 1}
     whole = prepare([long_corpus], tmp_path / "whole", **recipe)
     with pytest.raises(Stop):
-        prepare([long_corpus], tmp_path / "out", on_progress=stop_after(units), clock=every_unit_is_noted(), **recipe)
+        prepare([long_corpus], tmp_path / "out", on_progress=stop_after(units), clock=journal_every_unit(), **recipe)
     assert not (tmp_path / "out").exists()
     stages = []
 
@@ -425,7 +426,7 @@ def test_what_was_interrupted_goes_on_to_the_same_result(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
 @pytest.mark.parametrize("place", ["unit 7", "publish"])
-def test_what_was_killed_goes_on_to_the_same_result(
+def test_a_killed_preparation_continues_to_the_same_result(
     tmp_path: Path, long_corpus: Path, bpe: str, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     prepare([long_corpus], tmp_path / "whole", tokenizer=bpe, processes=1, **RECIPE)
@@ -443,15 +444,15 @@ def test_what_was_killed_goes_on_to_the_same_result(
 
 
 @pytest.mark.parametrize("then", ["again", "by force", "deleted"])
-def test_notes_that_outlive_their_work_are_not_gone_on_with(
+def test_a_journal_that_outlives_its_work_is_not_used(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patched:  # as when it is killed after the folder has its name
-        patched.setattr(PartialFolder, "forget", lambda work: None)
+        patched.setattr(StagingFolder, "remove_journal", lambda staging: None)
         # At the end of each unit a shard is full, so that the last notes need no file that is open.
         options: dict[str, Any] = {"unit_bytes": 1, "shard_tokens": 1, "processes": 1}
-        prepare([corpus], out, clock=every_unit_is_noted(), **options)
+        prepare([corpus], out, clock=journal_every_unit(), **options)
     assert is_resumable(out)
     if then == "deleted":
         shutil.rmtree(out)
@@ -466,12 +467,17 @@ def test_notes_that_outlive_their_work_are_not_gone_on_with(
 def interrupted(folder: Path, corpus: Path, **options: Any) -> None:
     with pytest.raises(Stop):
         prepare(
-            [corpus], folder, processes=1, on_progress=stop_after(6), clock=every_unit_is_noted(), **RECIPE | options
+            [corpus],
+            folder,
+            processes=1,
+            on_progress=stop_after(6),
+            clock=journal_every_unit(),
+            **RECIPE | options,
         )
     assert is_resumable(folder)
 
 
-def test_other_input_is_begun_with_anew(tmp_path: Path, long_corpus: Path) -> None:
+def test_other_input_starts_over(tmp_path: Path, long_corpus: Path) -> None:
     interrupted(tmp_path / "out", long_corpus)
     with (long_corpus / "3.txt").open("a") as file:
         file.write("more")
@@ -484,7 +490,7 @@ def test_other_input_is_begun_with_anew(tmp_path: Path, long_corpus: Path) -> No
 
 
 @pytest.mark.parametrize("change", [{"seed": 3}, {"tokenizer": "chars"}, {"shard_tokens": 400}, {"unit_bytes": 201}])
-def test_another_recipe_is_begun_with_anew(tmp_path: Path, long_corpus: Path, change: dict[str, Any]) -> None:
+def test_another_recipe_starts_over(tmp_path: Path, long_corpus: Path, change: dict[str, Any]) -> None:
     interrupted(tmp_path / "out", long_corpus)
 
     made = prepare([long_corpus], tmp_path / "out", processes=1, **RECIPE | change)
@@ -494,9 +500,9 @@ def test_another_recipe_is_begun_with_anew(tmp_path: Path, long_corpus: Path, ch
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_damaged_leftovers_are_begun_with_anew(tmp_path: Path, long_corpus: Path) -> None:
+def test_damaged_leftovers_start_over(tmp_path: Path, long_corpus: Path) -> None:
     interrupted(tmp_path / "out", long_corpus)
-    files = partial_folder(tmp_path / "out") / "files"
+    files = staging_folder(tmp_path / "out") / "files"
     os.truncate(max(files.glob("*.bin")), 40)
 
     made = prepare([long_corpus], tmp_path / "out", processes=1, **RECIPE)
@@ -505,16 +511,16 @@ def test_damaged_leftovers_are_begun_with_anew(tmp_path: Path, long_corpus: Path
     ShardSet(tmp_path / "out").verify()
 
 
-def test_what_is_no_text_ends_the_work_for_good(tmp_path: Path, long_corpus: Path) -> None:
+def test_input_that_is_not_text_leaves_nothing_to_continue(tmp_path: Path, long_corpus: Path) -> None:
     (long_corpus / "0.txt").write_bytes(b"a" * 300 + b"\xff")
 
     with pytest.raises(DataError, match=r"0\.txt: byte 0xff at offset 300 is not valid UTF-8"):
-        prepare([long_corpus], tmp_path / "out", processes=1, clock=every_unit_is_noted(), **RECIPE)
+        prepare([long_corpus], tmp_path / "out", processes=1, clock=journal_every_unit(), **RECIPE)
 
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_a_full_disk_is_one_error_after_which_the_work_goes_on(
+def test_after_a_full_disk_the_work_continues(
     tmp_path: Path, long_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare([long_corpus], tmp_path / "whole", processes=1, **RECIPE)
@@ -529,7 +535,7 @@ def test_a_full_disk_is_one_error_after_which_the_work_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
         with pytest.raises(DataError, match="out: cannot be written: .*No space left"):
-            prepare([long_corpus], tmp_path / "out", processes=1, clock=every_unit_is_noted(), **RECIPE)
+            prepare([long_corpus], tmp_path / "out", processes=1, clock=journal_every_unit(), **RECIPE)
 
     resumed = prepare([long_corpus], tmp_path / "out", processes=1, **RECIPE)
     assert resumed.encoded_bytes < resumed.text_bytes
@@ -538,8 +544,8 @@ def test_a_full_disk_is_one_error_after_which_the_work_goes_on(
 
 def test_a_second_process_at_the_same_folder_is_refused(tmp_path: Path, corpus: Path) -> None:
     with (
-        PartialFolder(tmp_path / "out"),
-        pytest.raises(DataError, match=f"process {os.getpid()} is preparing this data"),
+        StagingFolder(tmp_path / "out"),
+        pytest.raises(DataError, match="this process is preparing this data"),
     ):
         prepare([corpus], tmp_path / "out")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from speedtronic.data.prepare.process_pool import ProcessLostError, available_cpus, in_order
-from speedtronic.data.prepare.sources import RowsSpan
-from speedtronic.data.prepare.work_units import Position, Unit
+from speedtronic.data.prepare.encode import Position, Unit
+from speedtronic.data.prepare.process_pool import ProcessLostError, available_cpus, map_in_order
+from speedtronic.data.prepare.sources import RowsChunk
 from speedtronic.durable.processes import process_is_alive
 from speedtronic.errors import DataError
 from tests.support import tasks
@@ -22,7 +22,7 @@ from tests.support import tasks
 
 def units(count: int) -> Iterator[Unit]:
     for number in range(count):
-        yield Unit((RowsSpan("here", ("x" * number,), number),), Position(number))
+        yield Unit((RowsChunk("here", ("x" * number,), number),), Position(number))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_results_come_in_the_order_of_the_units_from_several_processes() -> None:
-    results = list(in_order(tasks.size, units(40), processes=2))
+    results = list(map_in_order(tasks.size, units(40), processes=2))
 
     assert [unit.next.number for unit, _ in results] == list(range(40))
     assert [size for _, (size, _) in results] == list(range(40))
@@ -42,7 +42,7 @@ def test_results_come_in_the_order_of_the_units_from_several_processes() -> None
 
 @pytest.mark.parametrize(("count", "processes"), [(40, 1), (4, 3), (0, 3)])
 def test_one_process_or_little_work_needs_no_other_process(count: int, processes: int) -> None:
-    results = list(in_order(tasks.size, units(count), processes=processes))
+    results = list(map_in_order(tasks.size, units(count), processes=processes))
 
     assert [size for _, (size, _) in results] == list(range(count))
     assert {pid for _, (_, pid) in results} <= {os.getpid()}
@@ -57,7 +57,7 @@ def test_units_are_asked_for_as_they_are_needed() -> None:
             asked += 1
             yield unit
 
-    with closing(in_order(tasks.size, counted(), processes=2)) as results:
+    with closing(map_in_order(tasks.size, counted(), processes=2)) as results:
         for _ in range(10):
             next(results)
 
@@ -68,22 +68,22 @@ def test_units_are_asked_for_as_they_are_needed() -> None:
 def test_tokenizers_use_no_threads_of_their_own(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
 
-    assert {found for _, found in in_order(tasks.parallelism, units(8), processes=processes)} == {"false"}
+    assert {found for _, found in map_in_order(tasks.parallelism, units(8), processes=processes)} == {"false"}
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    list(in_order(tasks.parallelism, units(1), processes=1))
+    list(map_in_order(tasks.parallelism, units(1), processes=1))
     assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_in_a_process_is_raised_here(processes: int) -> None:
     with pytest.raises(DataError, match="this unit is wrong"):
-        list(in_order(tasks.refuse, units(10), processes=processes))
+        list(map_in_order(tasks.refuse, units(10), processes=processes))
 
 
 def test_a_killed_process_is_an_error() -> None:
     with pytest.raises(ProcessLostError, match="was killed or could not start.*fewer --processes"):
-        list(in_order(tasks.die, units(10), processes=2))
+        list(map_in_order(tasks.die, units(10), processes=2))
 
 
 def test_closing_does_not_wait_for_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_closing_does_not_wait_for_the_work(tmp_path: Path, monkeypatch: pytest.
     with ThreadPoolExecutor() as threads:
         threads.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            list(in_order(tasks.hang, units(10), processes=2))
+            list(map_in_order(tasks.hang, units(10), processes=2))
 
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2
@@ -111,9 +111,9 @@ def test_workers_end_with_the_process_that_started_them(
     monkeypatch.setenv("SIGNS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     code = (
-        "from speedtronic.data.prepare.process_pool import in_order\n"
+        "from speedtronic.data.prepare.process_pool import map_in_order\n"
         "from tests.data.prepare.test_process_pool import units\n"
-        "from tests.support import tasks\nlist(in_order(tasks.hang, units(10), processes=2))"
+        "from tests.support import tasks\nlist(map_in_order(tasks.hang, units(10), processes=2))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True)
     until(lambda: len(list(tmp_path.iterdir())) == 2)

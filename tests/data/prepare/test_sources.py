@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 from speedtronic.data.prepare.sources import Input, choose_inputs, find_inputs, hub_dataset, text_file, texts
-from speedtronic.data.tokenizers.cutting import CutRule
+from speedtronic.data.tokenizers.chunking import CutRule
 from speedtronic.errors import DataError, MissingExtraError
 
 
-def spans_of(each: Input, size: int, rule: CutRule = "characters", offset: int = 0) -> Iterator[tuple[str, bool, int]]:
-    """Each text with whether it ends a document, and the offset behind its span."""
-    for span, behind in each.spans(offset, size, rule):
-        for text in span.texts(span.raw()):
-            yield text, span.ends_documents, behind
+def texts_of(each: Input, size: int, rule: CutRule = "characters", offset: int = 0) -> Iterator[tuple[str, bool, int]]:
+    """Each text with whether it ends a document, and the offset behind its chunk."""
+    for chunk, behind in each.chunks(offset, size, rule):
+        for text in chunk.texts(chunk.raw()):
+            yield text, chunk.ends_documents, behind
 
 
 def documents_of(each: Input, size: int, rule: CutRule = "characters") -> list[str]:
     documents = [""]
-    for text, ended, _ in spans_of(each, size, rule):
+    for text, ended, _ in texts_of(each, size, rule):
         documents[-1] += text
         if ended:
             documents.append("")
@@ -125,7 +125,7 @@ def test_a_stamp_tells_a_changed_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_the_spans_of_a_text_are_the_text(tmp_path: Path, size: int) -> None:
+def test_the_chunks_of_a_text_are_the_text(tmp_path: Path, size: int) -> None:
     text = "aé字😀 word\n" * 5
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
@@ -138,20 +138,20 @@ def test_a_text_is_cut_only_where_the_rule_allows(tmp_path: Path) -> None:
     path.write_text("one two\nthree four\nfive", encoding="utf-8")
     file = text_file(path, "a")
 
-    assert [text for text, _, _ in spans_of(file, 6, "words")] == ["one two\n", "three four\n", "five"]
-    assert [text for text, _, _ in spans_of(file, 6, "never")] == [path.read_text()]
+    assert [text for text, _, _ in texts_of(file, 6, "words")] == ["one two\n", "three four\n", "five"]
+    assert [text for text, _, _ in texts_of(file, 6, "never")] == [path.read_text()]
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 30])
-def test_spans_can_be_asked_for_from_any_offset_on(tmp_path: Path, size: int) -> None:
+def test_chunks_can_start_at_any_offset(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.txt").write_text("one two\nthree four\nfive", encoding="utf-8")
     json_lines(tmp_path / "b.jsonl", [{"text": word} for word in ["one", "two", "three", "four", "five", "six"]])
     parquet(tmp_path / "c.parquet", {"text": ["one", "", None, "two", "three", "four"] * 3}, row_group_size=4)
 
     for each in find_inputs([tmp_path]):
-        every = list(spans_of(each, size, "words"))
+        every = list(texts_of(each, size, "words"))
         for _, _, offset in every:
-            assert list(spans_of(each, size, "words", offset)) == [span for span in every if span[2] > offset]
+            assert list(texts_of(each, size, "words", offset)) == [text for text in every if text[2] > offset]
         assert every[-1][2] == each.length
 
 
@@ -166,11 +166,11 @@ def test_what_is_not_utf8_is_named_with_its_offset(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("0123456789")
-    spans = list(text_file(path, "a").spans(0, 4, "characters"))
+    chunks = list(text_file(path, "a").chunks(0, 4, "characters"))
     path.write_text("0123456")
 
     with pytest.raises(DataError, match=r"a\.txt: has become shorter while it was read"):
-        spans[-1][0].raw()
+        chunks[-1][0].raw()
 
 
 # ---------------------------------------------------------------------- JSON lines

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from speedtronic.data.prepare.train_tokenizer import _without_long_words, train_tokenizer
-from speedtronic.data.tokenizers.cutting import cut_rule
+from speedtronic.data.tokenizers.chunking import cut_rule
 from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.data.tokenizers.huggingface import ByteLevelTokenizer
 from speedtronic.errors import DataError, MissingExtraError
@@ -86,7 +86,7 @@ def test_a_vocabulary_holds_at_least_the_bytes_and_the_separator(tmp_path: Path,
 
 
 def test_a_vocabulary_beyond_what_memory_holds_is_refused(tmp_path: Path, text: Path) -> None:
-    with pytest.raises(DataError, match="a vocabulary of 999999999999 is too large: 4194304 are the most"):
+    with pytest.raises(DataError, match="a vocabulary of 999999999999 is too large: at most 4194304 are possible"):
         train_tokenizer([text], tmp_path / "tokenizer.json", vocab_size=999_999_999_999)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from speedtronic.data.tokenizers import from_file
-from speedtronic.data.tokenizers.base import CharTokenizer
-from speedtronic.data.tokenizers.from_file import load_tokenizer
+from speedtronic.data.tokenizers.base import spec_fingerprint
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.from_file import load_tokenizer, tokenizer_from_spec
 from speedtronic.data.tokenizers.huggingface import ByteLevelTokenizer
 from speedtronic.data.tokenizers.tiktoken import RankTokenizer
 from speedtronic.errors import DataError
@@ -68,10 +70,10 @@ def test_a_folder_without_a_tokenizer_names_the_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "0 ranks"),
+        (b"", "no known encoding has 0 ranks"),
         (b"{}", "must have a model"),
-        (b"YQ== 0\nYg== 1\n", "2 ranks are those of no encoding"),
-        (b"YQ== 0\nYg== 7\n", "line 2: rank 7"),
+        (b"YQ== 0\nYg== 1\n", "no known encoding has 2 ranks"),
+        (b"YQ== 0\nYg== 7\n", "line 2: expected rank 1, found rank 7"),
         (b"\x80\x04K\x01.", "not text, so not a tokenizer file"),
         (b"just some words\n", "line 1: not a token in base64"),
     ],
@@ -97,3 +99,21 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="not a regular file"):
         load_tokenizer(str(tmp_path / "pipe"))
+
+
+@pytest.mark.parametrize("tokenizer", [CharTokenizer(300), CorpusCharTokenizer("aé€😀\n")])
+def test_a_tokenizer_is_rebuilt_from_its_spec(tokenizer: CharTokenizer | CorpusCharTokenizer) -> None:
+    spec = json.loads(json.dumps(tokenizer.spec()))
+
+    rebuilt = tokenizer_from_spec(spec)
+
+    assert type(rebuilt) is type(tokenizer)
+    assert rebuilt.spec() == tokenizer.spec()
+    assert rebuilt.encode("a\n") == tokenizer.encode("a\n")
+    assert spec_fingerprint(rebuilt.spec()) == spec_fingerprint(tokenizer.spec())
+
+
+@pytest.mark.parametrize("spec", [{}, {"type": "words"}, {"type": "bytes", "vocab_size": "256"}])
+def test_an_unknown_spec_is_an_error(spec: dict[str, object]) -> None:
+    with pytest.raises(DataError, match="unknown tokenizer"):
+        tokenizer_from_spec(spec)

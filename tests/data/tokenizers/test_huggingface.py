@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedtronic.data.tokenizers.base import StreamDecoder, tokenizer_from_spec
+from speedtronic.data.tokenizers.base import StreamDecoder
+from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.data.tokenizers.huggingface import ByteLevelTokenizer, JsonTokenizer, json_tokenizer
 from speedtronic.errors import DataError, MissingExtraError
 from tests.support.tokenizers import END, bpe, byte_level_bpe, description, metaspace_bpe, wordpiece
@@ -74,7 +75,7 @@ def test_a_model_that_takes_a_word_for_the_separator_refuses_it() -> None:
     tokenizer = words("[UNK]", "one")
 
     assert tokenizer.encode("one two one") == [2, 1, 2]
-    with pytest.raises(DataError, match=r"takes for its separator '<\|endoftext\|>'"):
+    with pytest.raises(DataError, match=r"encodes a part of the text as its separator '<\|endoftext\|>'"):
         tokenizer.encode("one <|endoftext|> one")
 
 

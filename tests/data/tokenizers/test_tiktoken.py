@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer, tokenizer_from_spec
-from speedtronic.data.tokenizers.from_file import load_tokenizer
+from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer
+from speedtronic.data.tokenizers.from_file import load_tokenizer, tokenizer_from_spec
 from speedtronic.data.tokenizers.tiktoken import RankTokenizer, tokens_of_rank_file
 from speedtronic.errors import DataError, MissingExtraError
 from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
@@ -149,12 +149,12 @@ def test_a_lone_surrogate_is_refused() -> None:
 
 
 def test_text_that_is_too_much_for_the_pattern_is_refused() -> None:
-    with pytest.raises(DataError, match="cannot split the text .*; runs of a million spaces"):
+    with pytest.raises(DataError, match="cannot split the text .*; it fails on runs of about a million spaces"):
         eager_ranks(50256).encode(" " * 2_000_000 + "a")
 
 
 def test_another_number_of_ranks_names_those_that_are_known() -> None:
-    with pytest.raises(DataError, match=r"256 ranks .*50256 \(gpt2\).*128000 \(Llama 3\); use the tokenizer\.json"):
+    with pytest.raises(DataError, match=r"has 256 ranks, .*50256 \(gpt2\).*128000 \(Llama 3\); use the"):
         RankTokenizer(ALL_BYTES)
 
 
@@ -177,8 +177,8 @@ def test_a_rank_file_is_tokens_in_base64_in_order_of_rank() -> None:
     [
         ("YQ== 0\nYQ 1", "line 2: 'YQ' is not base64"),
         ("YQ== 0\né 1", "line 2: 'é' is not base64"),
-        ("YQ== 0\nYg== 2", "line 2: rank 2 stands where 1 must follow"),
-        ("YQ== 0\nYg== 0", "line 2: rank 0 stands where 1 must follow"),
+        ("YQ== 0\nYg== 2", "line 2: expected rank 1, found rank 2"),
+        ("YQ== 0\nYg== 0", "line 2: expected rank 1, found rank 0"),
         ("YQ== 0\nYg==", "line 2: not a token in base64, a space and its rank"),
         ("YQ== 0 1", "line 1: not a token"),
         ("YQ== ²", "line 1: not a token"),

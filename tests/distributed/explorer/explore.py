@@ -94,8 +94,8 @@ class Exploration:
         self.truth = Truth(
             Rule(
                 outer=settings.outer,
-                lr=settings.learning_rate,
-                momentum=settings.outer_momentum,
+                lr=settings.lr,
+                momentum=settings.momentum,
                 expected=settings.expected_nodes,
                 even=plan.even,
                 keep_versions=settings.keep_versions,
@@ -201,7 +201,7 @@ class Exploration:
         if machine.life is not None:
             machine.crash()
         machine.settings = dataclasses.replace(
-            machine.settings, lr=machine.settings.learning_rate, momentum=machine.settings.outer_momentum, grace=1.0
+            machine.settings, outer_lr=machine.settings.lr, outer_momentum=machine.settings.momentum, grace=1.0
         )
 
     def _finish(self, process: Process, task: Task) -> None:

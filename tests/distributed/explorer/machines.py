@@ -13,8 +13,9 @@ from torch import nn
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.node import Install, Node
+from speedtronic.distributed.outer import outer_optimizer
 from speedtronic.distributed.protocol import DeltaId
-from speedtronic.distributed.tensors import Schema, Tensors, rebase_, snapshot
+from speedtronic.distributed.schema import Schema, Tensors, rebase_, snapshot
 from tests.distributed.explorer.schedule import PAUSE, Process, Stage, Task, Work
 from tests.distributed.explorer.truth import LATEST, MEAN, SLOTS, ScheduleError, Span, Truth
 
@@ -133,8 +134,8 @@ class NodeLife:
         self.process = Process(machine.name, machine.files)
         self.process.tasks = [
             Task("trainer", self._training),
-            Task("spool", lambda: self._lane(self.node.spool()) if self.begun and self.node.commits else None),
-            Task("upload", lambda: self._lane(self.node.upload()) if self.begun and self.node.uploads else None),
+            Task("spool", lambda: self._lane(self.node.spool()) if self.begun and self.node.has_snapshot else None),
+            Task("upload", lambda: self._lane(self.node.upload()) if self.begun and self.node.has_spooled else None),
             Task("poll", lambda: self._look() if self.begun else None),
         ]
         self.node = Node(
@@ -191,7 +192,7 @@ class NodeLife:
             self._move_on()
             yield PAUSE
             if not self.stage.calm and self.stage.choices.random() < self.machine.checkpoint_share:
-                while self.node.commits:
+                while self.node.has_snapshot:
                     yield PAUSE
                 self._save()
 
@@ -207,9 +208,9 @@ class NodeLife:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        if self.node.take() == "queued":
+        if self.node.start_boundary() == "queued":
             values = snapshot(self.model, into=self.node.spare(), names=self.node.exchanged)
-            self.node.boundary(values, self.seconds)
+            self.node.give_snapshot(values, self.seconds)
             self.seconds = 0.0
 
     def committed(self, name: str, units: frozenset[int]) -> None:
@@ -260,7 +261,7 @@ class NodeLife:
     def is_quiet(self, version: int) -> bool:
         node = self.node
         done = self.begun and self.step == self.machine.count and node.version == version
-        return done and not (node.commits or node.uploads or node.unsent_steps)
+        return done and not (node.has_snapshot or node.has_spooled or node.unsent_steps)
 
 
 @dataclass(slots=True)
@@ -279,6 +280,7 @@ class MasterMachine:
             Schema.of(model),
             snapshot(model),
             self.settings,
+            new_outer=outer_optimizer(self.settings),
             nonce=lambda: f"n{next(self.nonces):04d}",
             clock=lambda: float(self.stage.now),
             now=lambda: f"t{self.stage.now}",

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from speedtronic.distributed import master, node, protocol
-from speedtronic.distributed.earlier_sessions import Past
+from speedtronic.distributed.earlier_sessions import EarlierSessions
 from speedtronic.distributed.ledger import START
 from speedtronic.distributed.master import Master
 from speedtronic.distributed.node import Node
 from speedtronic.distributed.protocol import Manifest, Mark, head_name
-from speedtronic.distributed.requests import Procedure, delete, get, list_after, put
+from speedtronic.distributed.requests import Delete, Get, List, Procedure, Put
 from tests.distributed.explorer.explore import Exploration
 from tests.distributed.explorer.machines import NodeMachine
 
@@ -38,7 +38,7 @@ def _marks_outside(patch: pytest.MonkeyPatch) -> None:
     def read_both(version: int) -> Procedure[Manifest | None]:
         manifest = yield from read(version)
         for number in range(version, -1, -1) if manifest is not None else ():
-            data = yield from get(f"marks/{number:08d}.json", limit=1 << 20)
+            data = yield from Get(f"marks/{number:08d}.json", limit=1 << 20)
             if data is not None:
                 marks = {lineage: Mark.model_validate(mark) for lineage, mark in json.loads(data).items()}
                 return manifest.model_copy(update={"marks": marks})
@@ -47,7 +47,7 @@ def _marks_outside(patch: pytest.MonkeyPatch) -> None:
     def commit_both(manifest: Manifest) -> Procedure[bool]:
         won = yield from commit(manifest)
         marks = {lineage: mark.model_dump() for lineage, mark in manifest.marks.items()}
-        yield from put(f"marks/{manifest.version:08d}.json", json.dumps(marks).encode())
+        yield from Put(f"marks/{manifest.version:08d}.json", json.dumps(marks).encode())
         return won
 
     patch.setattr(Manifest, "to_bytes", without_marks)
@@ -66,7 +66,7 @@ def _no_reread(patch: pytest.MonkeyPatch) -> None:
     """A master that takes the version that it sent for the one that stands."""
 
     def commit(manifest: Manifest) -> Procedure[bool]:
-        yield from put(head_name(manifest.version), manifest.to_bytes())
+        yield from Put(head_name(manifest.version), manifest.to_bytes())
         return True
 
     patch.setattr(master, "commit", commit)
@@ -82,7 +82,7 @@ def _delete_before_commit(patch: pytest.MonkeyPatch) -> None:
 
     def delete_and_publish(self: Master, gathering: Any) -> Procedure[Manifest | None]:
         for delta in gathering.applied:
-            yield from delete(delta.name)
+            yield from Delete(delta.name)
         return (yield from publish(self, gathering))
 
     patch.setattr(Master, "_publish", delete_and_publish)
@@ -95,9 +95,9 @@ def _manifests_pruned(patch: pytest.MonkeyPatch) -> None:
 
     def prune_all(head: Manifest, kept: set[str]) -> Procedure[None]:
         yield from prune(head, kept)
-        for entry in (yield from list_after("head/")).entries:
+        for entry in (yield from List("head/")).entries:
             if head_name(0) < entry.name < head_name(head.version):
-                yield from delete(entry.name)
+                yield from Delete(entry.name)
 
     patch.setattr(master, "prune", prune_all)
     _prepare(patch, _look_at_consequences)
@@ -134,7 +134,7 @@ def _momentum_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def weights_only(self: Master, head: Manifest) -> Procedure[bool]:
         whole = yield from read_version(self, head)
-        self.outer = self._new_outer()
+        self.outer = self._new_outer(self._trained_weights())
         return whole
 
     patch.setattr(Master, "_read_version", weights_only)
@@ -143,9 +143,9 @@ def _momentum_forgotten(patch: pytest.MonkeyPatch) -> None:
 def _no_look_back(patch: pytest.MonkeyPatch) -> None:
     """A node on a new disk that does not ask the store what its earlier lives have sent."""
 
-    def nothing(*arguments: Any) -> Procedure[Past]:
+    def nothing(*arguments: Any) -> Procedure[EarlierSessions]:
         yield from ()
-        return Past(START, frozenset(), {})
+        return EarlierSessions(START, frozenset(), {})
 
     patch.setattr(node, "look_back", nothing)
 
@@ -180,7 +180,7 @@ MUTANTS = {
     # The eight of diloco.md.
     "mark-outside-the-manifest": Mutant(_marks_outside, "processed again|differs from the head|off by"),
     "overwritable-head": Mutant(_overwritable_head, r"head/\d+.json was created when the chain had"),
-    "no-nonce-re-read": Mutant(_no_reread, "does not follow on|a recent head needs it|before a head had it"),
+    "no-nonce-re-read": Mutant(_no_reread, "does not follow the|a recent head needs it|before a head had it"),
     "no-session-id": Mutant(_no_session, "was committed a second time"),
     "delete-before-commit": Mutant(_delete_before_commit, "does not become quiet: .*in/|missing, although"),
     "manifests-pruned": Mutant(_manifests_pruned, r"at version \d+ of|when the chain had"),

@@ -155,7 +155,7 @@ class Truth:
             raise ScheduleError(f"{copy.name} says that it is version {head['version']}")
         parent = sha256(self.head_bytes[-1]).hexdigest() if self.head_bytes else None
         if head["parent"] != parent:
-            raise ScheduleError(f"{copy.name} does not follow on the head before it")
+            raise ScheduleError(f"{copy.name} does not follow the head before it")
         for blob in _blobs(head):
             there = self.bucket.there(blob["path"])
             if there is None or sha256(there.data).hexdigest() != blob["sha256"] or len(there.data) != blob["size"]:

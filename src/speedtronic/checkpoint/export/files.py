@@ -49,7 +49,7 @@ class ExportError(SpeedtronicError):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model in a checkpoint whose every byte was compared with its manifest.
+    """The model in a checkpoint. Every byte was compared with the manifest.
 
     Attributes:
         path: the checkpoint's folder.

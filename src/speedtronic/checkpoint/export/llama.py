@@ -1,7 +1,7 @@
-"""The reference transformer in the terms of Hugging Face's Llama, and back: names and sizes, nothing else.
+"""Names and sizes of the reference transformer as those of Hugging Face's Llama, and back.
 
-Both models lay heads out one after another and turn the pairs `(x[i], x[i + E/2])` of a head by the same angles, so
-that every tensor of one is a tensor of the other, whole and unpermuted, under another name.
+Both models store heads one after another and turn the pairs `(x[i], x[i + E/2])` of a head by the same angles. So every
+tensor of one is a tensor of the other under another name, and nothing is permuted.
 
 Legend: `D` width, `E` head width, `F` feed-forward width, `V` vocabulary.
 """
@@ -16,9 +16,9 @@ from speedtronic.config import ModelConfig
 from speedtronic.errors import CheckpointError, ConfigError
 
 MODEL_NAMES = ("reference_transformer", "gpt")
-"""What `model.name` says of the reference transformer."""
+"""The values of `model.name` that mean the reference transformer."""
 
-# Options of the reference transformer that no tensor's shape tells.
+# Options of the reference transformer that the shapes of its tensors do not show.
 _WITHOUT_SHAPE = ("n_head", "n_kv_head", "rope_base", "qk_norm")
 _EMBEDDING, _HEAD, _NORM = "transformer.wte.weight", "lm_head.weight", "transformer.norm.weight"
 _TOP = {_EMBEDDING: "model.embed_tokens.weight", _NORM: "model.norm.weight", _HEAD: "lm_head.weight"}
@@ -37,7 +37,7 @@ _TOP_BACK = {theirs: ours for ours, theirs in _TOP.items()}
 _BLOCK_BACK = {theirs: ours for ours, theirs in _BLOCK.items()}
 _OURS = re.compile(r"transformer\.h\.(\d+)\.(.+)\.weight")
 _THEIRS = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-# Tables that former versions of transformers saved; they follow from the configuration.
+# Tables that older versions of transformers saved; they follow from the configuration.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -45,16 +45,16 @@ def to_llama(names: Iterable[str]) -> dict[str, str]:
     """Llama's name of each tensor of the reference transformer.
 
     Raises:
-        CheckpointError: names that the reference transformer does not have, all listed.
+        CheckpointError: the reference transformer has no such names; all are listed.
     """
     return _renamed(names, _TOP, _OURS, _BLOCK, "model.layers", "the reference transformer")
 
 
 def from_llama(names: Iterable[str]) -> dict[str, str]:
-    """The reference transformer's name of each tensor of a `LlamaForCausalLM`; tables of angles are left out.
+    """The reference transformer's name of each tensor of a `LlamaForCausalLM`, without its tables of angles.
 
     Raises:
-        CheckpointError: names that a Llama without biases does not have, all listed.
+        CheckpointError: a Llama without biases has no such names; all are listed.
     """
     kept = [name for name in names if not _DERIVED.fullmatch(name)]
     return _renamed(kept, _TOP_BACK, _THEIRS, _BLOCK_BACK, "transformer.h", "a Llama without biases")
@@ -69,12 +69,12 @@ def llama_config(
         model: the section that it was built from.
         shapes: of its tensors, by our names; without `lm_head.weight` when that is the embedding.
         norm_eps: added to the mean square in every RMSNorm.
-        token_id: the token that ends a document, and so also comes before one; None when there is none.
+        token_id: the token that ends a document, and so also stands before the next; None when there is none.
         dtype: of the weights, as torch names it: `float32`.
 
     Raises:
         CheckpointError: the section has an option that no Llama has; or these are not the tensors of its reference
-            transformer, and all that differs is listed.
+            transformer, and every difference is listed.
     """
     foreign = {"model.qk_norm": model.qk_norm, "model.ngram_order": model.ngram_order > 1}
     if options := [key for key, is_on in foreign.items() if is_on]:
@@ -117,14 +117,15 @@ def llama_config(
 
 
 def reference_model(config: Mapping[str, Any], *, norm_eps: float) -> ModelConfig:
-    """The `model` section of the reference transformer that computes what a Llama computes.
+    """The `model` section of the reference transformer that computes the same as a Llama.
 
     Args:
         config: the contents of the Llama's `config.json`.
-        norm_eps: what the reference transformer adds to the mean square in every RMSNorm.
+        norm_eps: added by the reference transformer to the mean square in every RMSNorm.
 
     Raises:
-        CheckpointError: it is not a Llama, or one that the reference transformer cannot be; every reason is listed.
+        CheckpointError: it is not a Llama, or the reference transformer cannot compute the same; every reason is
+            listed.
     """
     problems = list(_obstacles(config, norm_eps))
     if problems:
@@ -149,13 +150,13 @@ def reference_model(config: Mapping[str, Any], *, norm_eps: float) -> ModelConfi
 def reference_names(
     model: ModelConfig, config: Mapping[str, Any], names: Sequence[str], *, norm_eps: float
 ) -> dict[str, str]:
-    """The reference transformer's name of each tensor in a Hugging Face folder, whoever's names they are.
+    """The reference transformer's name of each tensor in a Hugging Face folder.
 
     Args:
         model: the section that the reference transformer was built from.
         config: the contents of the folder's `config.json`.
-        names: of the tensors in it. Those of other models than Llama are left as they are.
-        norm_eps: what the reference transformer adds to the mean square in every RMSNorm.
+        names: of the tensors in it. If they are not those of a Llama, they stay as they are.
+        norm_eps: added by the reference transformer to the mean square in every RMSNorm.
 
     Raises:
         CheckpointError: it is a Llama that computes something else from these tensors than the reference transformer.
@@ -169,11 +170,11 @@ def reference_names(
 
 
 def hidden_differences(theirs: Mapping[str, Any], ours: ModelConfig) -> list[str]:
-    """Where two reference transformers compute something else from tensors of the same shapes.
+    """The options by which two reference transformers compute different results from tensors of the same shapes.
 
     Args:
         theirs: the `model` section of one; an option that it lacks has its default.
-        ours: that of the other.
+        ours: the `model` section of the other.
     """
     options = {key: theirs.get(key, ModelConfig.model_fields[key].default) for key in _WITHOUT_SHAPE}
     return [
@@ -243,9 +244,9 @@ _SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-# What the reference transformer has no choice about, and what a Llama has when its configuration is silent.
+# Fixed in the reference transformer, and the defaults of a Llama.
 _FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-_SILENT_NORM_EPS = 1e-6
+_DEFAULT_NORM_EPS = 1e-6
 
 
 def _obstacles(config: Mapping[str, Any], norm_eps: float) -> Iterator[str]:
@@ -256,28 +257,24 @@ def _obstacles(config: Mapping[str, Any], norm_eps: float) -> Iterator[str]:
     if wrong:
         yield from (f"{name} is {config.get(name)!r}, not a size" for name in wrong)
         return
-    yield from _obstacles_in_sizes(config)
+    heads, width, feed_forward = config["num_attention_heads"], config["hidden_size"], config["intermediate_size"]
+    head_width = config.get("head_dim")
+    if head_width is not None and (type(head_width) is not int or head_width * heads != width):
+        yield f"head_dim {head_width!r} is not hidden_size {width} / num_attention_heads {heads}"
+    if feed_forward % heads:
+        yield f"intermediate_size {feed_forward} is not a multiple of num_attention_heads {heads}"
     for name, value in _FIXED.items():
         if config.get(name, value) != value:
             yield f"{name} is {config[name]!r}; here it is always {value!r}"
-    if (eps := config.get("rms_norm_eps", _SILENT_NORM_EPS)) != norm_eps:
+    if (eps := config.get("rms_norm_eps", _DEFAULT_NORM_EPS)) != norm_eps:
         yield f"rms_norm_eps is {eps!r}; here it is always {norm_eps}"
     rope = _rope(config)
     if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield f"its rotary embedding is changed, {rope}; here it is always the plain one"
 
 
-def _obstacles_in_sizes(config: Mapping[str, Any]) -> Iterator[str]:
-    heads, width, feed_forward = config["num_attention_heads"], config["hidden_size"], config["intermediate_size"]
-    head_width = config.get("head_dim")
-    if head_width is not None and (type(head_width) is not int or head_width * heads != width):
-        yield f"head_dim {head_width!r} is not hidden_size {width} / num_attention_heads {heads}"
-    if feed_forward % heads:
-        yield f"intermediate_size {feed_forward} is no multiple of num_attention_heads {heads}"
-
-
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of the rotary embedding, in the terms of transformers 5, whichever version wrote it."""
+    """The options of the rotary embedding, under the names of transformers 5, whichever version wrote them."""
     found = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
     for section in ("rope_scaling", "rope_parameters"):
         given = config.get(section)

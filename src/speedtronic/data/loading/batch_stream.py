@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from speedtronic.data.loading.workers import ends_of_workers
+from speedtronic.data.loading.workers import worker_exits
 from speedtronic.errors import DataError
 
 _END = object()
@@ -31,10 +31,10 @@ class StatefulLoader(Protocol):
 
 @runtime_checkable
 class SeekingLoader(StatefulLoader, Protocol):
-    """One that can also pass over batches without reading them."""
+    """A stateful loader that can also pass over batches without reading them."""
 
     def skip_batches(self, batches: int) -> None:
-        """Move the position on by `batches`, over the ends of epochs too; the next `iter` continues there."""
+        """Move the position on by `batches`, also across the ends of epochs; the next `iter` continues there."""
 
 
 def infinite_batches(loader: Iterable[Any]) -> Iterator[Any]:
@@ -52,11 +52,11 @@ def _empty_pass(loader: Iterable[Any]) -> DataError:
     if isinstance(loader, Iterator):
         return DataError(
             f"the data loader yielded no batch: it is an iterator ({type(loader).__name__}), which can be read only "
-            f"once; give an object whose __iter__ begins anew, or train for fewer steps"
+            f"once; give an object whose __iter__ starts over, or train for fewer steps"
         )
     return DataError(
         "a whole pass over the data loader yielded no batch: the data is empty or smaller than a batch, or its "
-        "__iter__ does not begin anew"
+        "__iter__ does not start over"
     )
 
 
@@ -69,22 +69,22 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
 
 
 class BatchStream:
-    """What a training loop draws its batches from: endless, and resumable at any batch.
+    """The endless source of batches for a training loop, resumable at any batch.
 
-    A loader with `state_dict` and `load_state_dict` keeps its own position. For any other the stream counts
-    batches and remembers the random number generators as they were when the epoch began, the global ones and
-    those that a `DataLoader` or its samplers were given; to resume, it begins the epoch anew with them and
-    drops the batches that were already used.
+    A loader with `state_dict` and `load_state_dict` keeps its own position. For any other loader the stream counts
+    batches and remembers the random number generators as they were at the start of the epoch: the global ones, and
+    those that a `DataLoader` or its samplers were given. To resume, it starts the epoch again with them and drops the
+    batches that were already used.
 
-    The order of the batches is so continued exactly, and what this process draws. What the workers of a foreign
-    loader draw is continued only where it depends on the epoch's beginning alone: not with `persistent_workers`
-    after the first epoch, nor in the epoch in which a loader went on at a position of its own.
+    So the order of the batches continues exactly, and so do the random numbers of this process. The random numbers in
+    the workers of a user's loader continue only where they depend on the start of the epoch alone: not with
+    `persistent_workers` after the first epoch, nor in an epoch in which a loader continued at its own position.
 
     Args:
         loader: any iterable of batches.
-        capture_rng: the state of all global random number generators, as a tree that a checkpoint can hold.
-        restore_rng: puts such a state back.
-        warn: told when an epoch has to be read again.
+        capture_rng: returns the state of all global random number generators, as a tree that a checkpoint can hold.
+        restore_rng: restores such a state.
+        warn: is called when an epoch has to be read again.
 
     Raises:
         DataError: `loader` cannot be iterated.
@@ -100,19 +100,21 @@ class BatchStream:
     ) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise DataError(
-                f"the data loader must be an iterable of batches, not {type(loader).__name__}; of a function that "
-                f"yields batches, give an object whose __iter__ calls it"
+                f"the data loader must be an iterable of batches, not {type(loader).__name__}; in place of a function "
+                f"that yields batches, give an object whose __iter__ calls it"
             )
         self._loader = loader
         self._capture_rng = capture_rng
         self._restore_rng = restore_rng
         self._warn = warn
+        # Our own loaders handle workers that have exited, and say more.
+        self._waiting = worker_exits.may_raise if isinstance(loader, DataLoader) else nullcontext
         self._batches: Iterator[Any] | None = None
         self._rng_at_start: dict[str, Any] | None = None
         self._own_at_start: list[Tensor] = []
         self._epoch = 0
         self._delivered = 0
-        self._resumed: dict[str, Any] | None = None  # the state of the loader at which the present pass began
+        self._resumed: dict[str, Any] | None = None  # the state of the loader at which this pass was resumed
 
     def __iter__(self) -> BatchStream:
         return self
@@ -122,52 +124,42 @@ class BatchStream:
         while True:
             with self._waiting():
                 if self._batches is None:
-                    self._batches = self._begin_pass()
+                    self._batches = self._start_pass()
                 batch = next(self._batches, _END)
             if batch is not _END:
                 self._delivered += 1
                 return batch
-            self._end_pass()
+            # A loader that was restored at the very end of its epoch has nothing more to give in it.
+            if not self._delivered and self._resumed is None:
+                raise _empty_pass(self._loader)
+            self._batches = None
+            self._epoch += 1
+            self._delivered = 0
+            self._resumed = None
 
     def skip(self, batches: int) -> None:
-        """Go on after the next `batches` batches; one that cannot seek has to read them."""
+        """Continue after the next `batches` batches; a loader that cannot seek has to read them."""
         if isinstance(self._loader, SeekingLoader):
             self._batches = None
             self._resumed = None
             self._loader.skip_batches(batches)
             return
-        self._warn(f"the data loader cannot seek: reading {batches} batches to go on behind them")
+        self._warn(f"the data loader cannot seek: reading {batches} batches to continue behind them")
         for _ in range(batches):
             next(self)
 
-    def _waiting(self) -> AbstractContextManager[None]:
-        # Our own loaders see to it themselves, and say more.
-        return ends_of_workers.heard() if isinstance(self._loader, DataLoader) else nullcontext()
-
-    def _begin_pass(self) -> Iterator[Any]:
+    def _start_pass(self) -> Iterator[Any]:
         if self._resumed is not None:
-            return self._continued_pass()
+            # On the way to its position a loader may draw again what it drew before the position was saved.
+            now = self._capture_rng()
+            batches = iter(self._loader)
+            self._restore_rng(now)
+            self._restore_own()
+            return batches
         if not isinstance(self._loader, StatefulLoader):
             self._rng_at_start = self._capture_rng()
             self._own_at_start = self._own_states()
         return iter(self._loader)
-
-    def _continued_pass(self) -> Iterator[Any]:
-        # On its way to its position a loader may draw once more what it drew before the position was saved.
-        now = self._capture_rng()
-        batches = iter(self._loader)
-        self._restore_rng(now)
-        self._restore_own()
-        return batches
-
-    def _end_pass(self) -> None:
-        # A loader that was restored at the very end of its epoch rightly has nothing more to give in it.
-        if not self._delivered and self._resumed is None:
-            raise _empty_pass(self._loader)
-        self._batches = None
-        self._epoch += 1
-        self._delivered = 0
-        self._resumed = None
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that `next` returned."""
@@ -188,15 +180,15 @@ class BatchStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was called.
 
-        The global generators are left as they are; those of the loader itself come to where they were.
+        The global generators stay as they are. The loader's own generators are restored.
 
         Raises:
-            DataError: the state is that of another kind of loader, or the loader has become shorter.
+            DataError: the state was saved for another kind of loader, or the loader has become shorter.
         """
         if isinstance(self._loader, StatefulLoader) != ("loader" in state):
             raise DataError(
-                "the checkpoint's data position was saved for another kind of loader (one with a state of "
-                "its own against one without); use the same kind again"
+                "the checkpoint's data position was saved for another kind of loader (one has its own state, the "
+                "other has not); use the same kind again"
             )
         self._batches = None
         self._delivered = 0
@@ -217,9 +209,9 @@ class BatchStream:
         generators = _own_generators(self._loader)
         if len(generators) != len(self._own_at_start):
             raise DataError(
-                f"the data loader has {len(generators)} random generators of its own, but that of the checkpoint "
-                f"had {len(self._own_at_start)}: the order of its batches cannot be continued; make the loader as "
-                f"it was made then"
+                f"the data loader has {len(generators)} random generators of its own, but the checkpoint was saved "
+                f"with {len(self._own_at_start)}: the order of its batches cannot continue; make the loader as it was "
+                f"made then"
             )
         for generator, state in zip(generators, self._own_at_start, strict=True):
             generator.set_state(state)
@@ -233,7 +225,7 @@ class BatchStream:
         assert self._rng_at_start is not None
         try:
             if self._epoch and getattr(self._loader, "persistent_workers", False):
-                # Such a loader draws its workers' seed in the first epoch alone: let it do so before the replay.
+                # Such a loader draws its workers' seed only in the first epoch: let it do so before the replay.
                 iter(self._loader)
             self._restore_rng(self._rng_at_start)
             self._restore_own()

@@ -24,7 +24,7 @@ def collate_batch(items: Sequence[Any]) -> Any:
     arrays, numbers, other mappings) is stacked field by field and must be equally wide.
 
     Raises:
-        DataError: no samples, samples with different fields or of unequal shape, or of a type that has no batches.
+        DataError: no samples, samples with different fields or of unequal shape, or of a type that cannot be batched.
     """
     if not items:
         raise DataError("cannot make a batch of no samples")
@@ -36,11 +36,11 @@ def collate_batch(items: Sequence[Any]) -> Any:
         kinds = ", ".join(sorted({type(item).__name__ for item in items}))
         raise DataError(f"the samples of a batch are of different types: {kinds}")
     try:
-        return default_collate([_own(item) for item in items])
+        return default_collate([_copied(item) for item in items])
     except (RuntimeError, TypeError) as error:
         raise DataError(
-            f"the samples cannot be stacked into one batch: {error}; samples must have equal shapes, unless "
-            f"they are mappings with `input_ids`, which are padded"
+            f"the samples cannot be stacked into one batch: {error}; samples must have equal shapes (only mappings "
+            f"with `input_ids` are padded)"
         ) from error
 
 
@@ -53,12 +53,11 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
             as they are.
 
     Returns:
-        `input_ids` (B, T) int64 padded with 0, `labels` (B, T) or (B, T − 1) int64 padded with −100, and only
-        if a row is shorter than the batch or a sample brings a mask, `attention_mask` (B, T) bool, false at
-        padding.
+        `input_ids` (B, T) int64 padded with 0, and `labels` (B, T) or (B, T − 1) int64 padded with −100. Also
+        `attention_mask` (B, T) bool, false at padding, if a row is shorter than the batch or a sample has a mask.
 
     Raises:
-        DataError: no samples, samples with different fields, ids or labels that are no integers, or labels that
+        DataError: no samples, samples with different fields, ids or labels that are not integers, or labels that
             do not fit their ids.
     """
     if not items:
@@ -70,7 +69,14 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     batch = {"input_ids": _pad(ids, width, PADDING_ID)}
     if "labels" in fields:
         labels = [_integers("labels", item) for item in items]
-        batch["labels"] = _pad(labels, width - _label_shift(ids, labels), IGNORED_LABEL)
+        # Labels are as many as the ids, or one fewer in every sample.
+        shifts = {len(row) - len(targets) for row, targets in zip(ids, labels, strict=True)}
+        if shifts not in ({0}, {1}):
+            raise DataError(
+                "the labels of a sample must be as many as its input_ids, or in the whole batch one fewer; got "
+                + ", ".join(f"{len(t)} labels for {len(row)} ids" for row, t in zip(ids, labels, strict=True))
+            )
+        batch["labels"] = _pad(labels, width - shifts.pop(), IGNORED_LABEL)
     if "attention_mask" in fields:
         masks = [_row(item["attention_mask"]).bool() for item in items]
         batch["attention_mask"] = _pad(masks, width, False)
@@ -92,33 +98,34 @@ def _check_fields(items: Sequence[Mapping[str, Any]]) -> None:
 
 def _integers(name: str, item: Mapping[str, Any]) -> Tensor:
     row = _row(item[name])
-    # An empty list has no type of its own, and becomes a float tensor.
+    # An empty list has no dtype and becomes a float tensor.
     if len(row) and (row.is_floating_point() or row.is_complex()):
         raise DataError(f"the {name} of a sample must be integers, not {row.dtype}")
     return row.long()
 
 
 def _row(values: Any) -> Tensor:
-    row = torch.as_tensor(_own(values))
+    row = torch.as_tensor(_copied(values))
     if row.ndim != 1:
         raise DataError(f"a token sample must be one row of ids, not of shape {tuple(row.shape)}")
     return row
 
 
-def _own(value: Any) -> Any:
-    """A copy of an array: as it is it may be read-only, run backwards, or have the bytes of its numbers reversed."""
+def _copied(value: Any) -> Any:
+    """A copy of an array, which torch can use: the array may be read-only, reversed, or in another byte order."""
     return value.astype(value.dtype.newbyteorder("=")) if isinstance(value, np.ndarray) else value
 
 
 @dataclass(frozen=True)
 class CollateForModel:
-    """`collate_batch` for a model of tokens, which fails on an accelerator without a word on what it cannot take.
+    """`collate_batch` for a language model, with a check of ids and lengths.
 
-    Looked at are the `input_ids` and `labels` of mappings, and the two of a pair, where they are rows of integers.
+    On an accelerator a model fails on a wrong id without a helpful message. Checked are the `input_ids` and `labels`
+    of a mapping, and the two members of a pair, where they are rows of integers.
 
     Attributes:
         vocab_size: V; ids must be in [0, V), labels too or −100.
-        max_seq_len: the most tokens of a row.
+        max_seq_len: the most tokens in a row.
 
     Raises:
         DataError: when called, as `collate_batch`, and for ids or rows that the model cannot take.
@@ -155,16 +162,6 @@ class CollateForModel:
 
 def _is_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point() and value.dtype != torch.bool
-
-
-def _label_shift(ids: list[Tensor], labels: list[Tensor]) -> int:
-    shifts = {len(row) - len(targets) for row, targets in zip(ids, labels, strict=True)}
-    if shifts not in ({0}, {1}):
-        raise DataError(
-            "the labels of a sample must be as many as its input_ids, or in the whole batch one fewer; got "
-            + ", ".join(f"{len(t)} labels for {len(row)} ids" for row, t in zip(ids, labels, strict=True))
-        )
-    return shifts.pop()
 
 
 def _pad(rows: list[Tensor], width: int, filling: int) -> Tensor:

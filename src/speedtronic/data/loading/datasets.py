@@ -1,9 +1,9 @@
 """Map-style datasets of token blocks.
 
-Every dataset here gives samples of one shape: `block_size` input ids and as many labels, where label t is the
-token that follows input t. Sample i of a token sequence covers tokens i·T … i·T + T, both included:
-neighbouring blocks share one token, so that every token of the text but the first is a target once. A tail
-that is shorter than a block is left out.
+Every dataset here gives samples of one shape: `block_size` input ids and as many labels. Label t is the token that
+follows input t. Sample i of a token sequence covers tokens i·T … i·T + T, both included: neighbouring blocks share
+one token, so that every token of the text except the first is a target once. A tail that is shorter than a block is
+left out.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from speedtronic.data.prepare.token_cache import encode_once
+from speedtronic.data.prepare.text_cache import cached_tokens
 from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import ByteText, check_text_file, read_text
-from speedtronic.data.tokenizers.base import CharTokenizer, IdArray, Tokenizer, encode_pieces
+from speedtronic.data.tokenizers.base import IdArray, Tokenizer, encode_pieces
+from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
 
 Indices = Sequence[int] | npt.NDArray[np.int64]
 
 
 class TokenDataset(Dataset[dict[str, Tensor]], ABC):
-    """Samples `{"input_ids": (T,), "labels": (T,)}` int64, which are functions of their index alone."""
+    """Samples `{"input_ids": (T,), "labels": (T,)}` int64, which depend only on their index."""
 
     block_size: int
 
@@ -46,7 +47,7 @@ class TokenDataset(Dataset[dict[str, Tensor]], ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A checksum of what the samples contain, equal wherever the same data lies."""
+        """A checksum of what the samples contain. It does not depend on where the data lies."""
 
     def batch(self, indices: Indices) -> dict[str, Tensor]:
         """`input_ids` and `labels` (B, T) int64 of several samples at once."""
@@ -61,13 +62,13 @@ class TokenDataset(Dataset[dict[str, Tensor]], ABC):
         return {name: values[0] for name, values in batch.items()}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """All samples; in a worker of a DataLoader, that worker's own share of them."""
+        """All samples; in a worker of a DataLoader, that worker's share of them."""
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         return (self[index] for index in range(first, len(self), step))
 
     def part(self, start: int, stop: int) -> TokenDataset:
-        """The samples start … stop − 1 as a dataset of their own."""
+        """The samples start … stop − 1 as a separate dataset."""
         return _Part(self, range(start, stop))
 
 
@@ -99,7 +100,7 @@ def _checksum(*parts: object) -> str:
 
 
 class SyntheticTokenDataset(TokenDataset):
-    """Noisy arithmetic progressions modulo the vocabulary: endless, needs no file, and a model can learn it.
+    """Noisy arithmetic progressions modulo the vocabulary. They need no file, and a model can learn them.
 
     Sample i starts at a random token and adds a stride of 1 to 4; one token in ten is replaced by a random
     one. It is a function of (seed, i): the numbers are raw outputs of the counter-based generator
@@ -138,18 +139,17 @@ class SyntheticTokenDataset(TokenDataset):
 
     def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
         width = self.block_size + 1
-        raw = np.stack([self._raw(int(index), 2 + 2 * width) for index in indices])
+        raw = np.empty((len(indices), 2 + 2 * width), np.uint64)
+        for row, index in zip(raw, indices, strict=True):
+            # Setting the counter costs a tenth of building a generator.
+            self._state["state"]["counter"] = np.array([0, int(index), 0, 0], np.uint64)
+            self._generator.state = self._state
+            row[:] = self._generator.random_raw(len(row))
         start, stride = raw[:, :1] % self.vocab_size, 1 + raw[:, 1:2] % self._STRIDES
         noise, chance = raw[:, 2 : 2 + width], raw[:, 2 + width :]
         tokens = (start + stride * np.arange(width, dtype=np.uint64)) % self.vocab_size
         replaced = chance < np.uint64(self._NOISE * 2**64)
         return np.where(replaced, noise % self.vocab_size, tokens).astype(np.int64)
-
-    def _raw(self, index: int, count: int) -> npt.NDArray[np.uint64]:
-        # Setting the counter costs a tenth of building a generator.
-        self._state["state"]["counter"] = np.array([0, index, 0, 0], np.uint64)
-        self._generator.state = self._state
-        return self._generator.random_raw(count)
 
     @property
     def fingerprint(self) -> str:
@@ -191,7 +191,7 @@ class _BlockDataset(TokenDataset):
         if len(sequence) < block_size + 1:
             raise DataError(
                 f"{origin}: has {len(sequence)} tokens, but one block of {block_size} needs {block_size + 1} "
-                f"(the last input's target included); use more text or a smaller block_size"
+                f"(with the target of its last input); use more text or a smaller block_size"
             )
         self.block_size = block_size
         self._sequence = sequence
@@ -215,9 +215,9 @@ class _BlockDataset(TokenDataset):
 class TextFileTokenDataset(_BlockDataset):
     """The blocks of a UTF-8 text file.
 
-    With bytes as tokens the file is memory-mapped and any block costs the same. Other tokenizers encode the
-    text once into a cache on disk that later runs share; one that has no `spec` to be recognised by, into
-    memory.
+    With bytes as tokens the file is memory-mapped and any block costs the same. Other tokenizers encode the text
+    once, into a cache on disk that later runs share. A tokenizer without a `spec` cannot be recognised, so it encodes
+    the text into memory.
 
     Args:
         path: the text file.
@@ -227,8 +227,8 @@ class TextFileTokenDataset(_BlockDataset):
 
     Raises:
         DataError: a missing, empty or unreadable file, or a folder; text shorter than a block; invalid UTF-8,
-            with file and offset; text that the vocabulary cannot hold. Of a byte-tokenized file the first 64
-            MB are checked here, the rest when it is read; of any other all is checked here.
+            with file and offset; text that the vocabulary cannot hold. The first 64 MB of a byte-tokenized file
+            are checked here, the rest when it is read. With any other tokenizer the whole text is checked here.
     """
 
     def __init__(
@@ -240,29 +240,28 @@ class TextFileTokenDataset(_BlockDataset):
     ) -> None:
         self.path = Path(path)
         self.tokenizer: Tokenizer = CharTokenizer(vocab_size) if tokenizer is None else tokenizer
-        super().__init__(_text_sequence(self.path, self.tokenizer), block_size, str(self.path))
-
-
-def _text_sequence(path: Path, tokenizer: Tokenizer) -> TokenSequence:
-    if type(tokenizer) is CharTokenizer:
-        return ByteText(path, tokenizer)
-    if hasattr(tokenizer, "spec"):
-        return encode_once(path, tokenizer)
-    check_text_file(path)
-    return _TokensInMemory(np.concatenate(list(encode_pieces(tokenizer, read_text(path)))))
+        sequence: TokenSequence
+        if type(self.tokenizer) is CharTokenizer:
+            sequence = ByteText(self.path, self.tokenizer)
+        elif hasattr(self.tokenizer, "spec"):
+            sequence = cached_tokens(self.path, self.tokenizer)
+        else:
+            check_text_file(self.path)
+            sequence = _TokensInMemory(np.concatenate(list(encode_pieces(self.tokenizer, read_text(self.path)))))
+        super().__init__(sequence, block_size, str(self.path))
 
 
 class ShardDataset(_BlockDataset):
     """The blocks of a folder that `speedtronic data prepare` made.
 
     Args:
-        shards: the folder, or what was opened of it.
+        shards: the folder, or an opened `ShardSet`.
         block_size: T, tokens per sample.
-        document_mask: also give `document_ids` (T,) int64: 0 for the tokens of the document that the sample begins in,
-            1 for those of the next one, and so on. A document's separator is its last token.
+        document_mask: also give `document_ids` (T,) int64: 0 for the tokens of the first document in the sample, 1 for
+            the next one, and so on. A document's separator is its last token.
 
     Raises:
-        DataError: as `ShardSet` does, or they have fewer tokens than a block.
+        DataError: as `ShardSet` does, or the shards have fewer tokens than a block.
     """
 
     def __init__(self, shards: ShardSet | str | os.PathLike[str], block_size: int, document_mask: bool = False) -> None:
@@ -274,11 +273,10 @@ class ShardDataset(_BlockDataset):
         """`input_ids` and `labels` (B, T) int64 of several samples, with `document_ids` (B, T) where asked for."""
         batch = super().batch(indices)
         if self.document_mask:
-            batch["document_ids"] = torch.from_numpy(np.stack([self._document_ids(int(index)) for index in indices]))
+            # A new document adds one to the id of the tokens from its first one on.
+            begins = np.zeros((len(indices), self.block_size), np.int64)
+            for row, index in zip(begins, indices, strict=True):
+                start = int(index) * self.block_size
+                row[self.shards.document_starts(start + 1, start + self.block_size) - start] = 1
+            batch["document_ids"] = torch.from_numpy(begins.cumsum(axis=1))
         return batch
-
-    def _document_ids(self, index: int) -> npt.NDArray[np.int64]:
-        start = index * self.block_size
-        begins = np.zeros(self.block_size, np.int64)
-        begins[self.shards.document_starts(start + 1, start + self.block_size) - start] = 1
-        return begins.cumsum()

@@ -1,26 +1,26 @@
-"""The loader of an `IterableDataset`: each item once, whatever the number of workers and ranks."""
+"""The loader of an `IterableDataset`: each item once, for any number of workers and ranks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from speedtronic.data.loading.collate import collate_batch
 from speedtronic.data.loading.loader import Collate, Fingerprinted
-from speedtronic.data.loading.sampler import Deal, derive_seed
-from speedtronic.data.loading.workers import Fetcher, OwnGenerators, blame, seed_generators, type_name
+from speedtronic.data.loading.sampler import GlobalBatch, derive_seed
+from speedtronic.data.loading.workers import BatchMaker, Fetcher, OwnGenerators, blame, seed_generators, type_name
 from speedtronic.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-_DIVIDED_OTHERWISE = (
-    "; the epoch is divided otherwise than before, so until it ends some items may come twice and others not at all"
+_DIVIDED_DIFFERENTLY = (
+    "; the epoch is divided differently than before, so until it ends some items may come twice and others not at all"
 )
 
 
@@ -40,12 +40,12 @@ class EpochAware(Protocol):
     """A dataset whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Told the epoch before each pass."""
+        """Set the epoch before each pass."""
 
 
 @dataclass(frozen=True)
-class _BatchKey:
-    """Batch `number` of this rank in a pass; `run` tells the passes of one loader apart."""
+class _BatchRequest:
+    """Asks for batch `number` of this rank. `run` tells apart the iterations of one loader over its requests."""
 
     run: int
     epoch: int
@@ -54,7 +54,7 @@ class _BatchKey:
 
 
 @dataclass(frozen=True)
-class _End:
+class _EndOfStream:
     """No batch is left: in the whole stream, or in the part that one worker reads."""
 
     worker: int | None
@@ -66,32 +66,32 @@ class StreamLoader:
     `iter(loader)` continues at the loader's position and ends with the epoch, that is where the dataset's
     iterator ends. Items come in the dataset's order and each once, with workers and ranks too:
 
-    - A dataset that *shards itself* is known by what it does: by the time its first item comes it has asked
-      `torch.utils.data.get_worker_info()` for `id` or `num_workers`. There it sees all workers of all ranks, and
-      what it gives in each worker is batched there; the workers' batches alternate.
-    - Any other is read from its beginning by every worker, which keeps the batches that are its own to make. The
-      order is that without workers. This saves the cost of collating alone: a dataset whose items are expensive
-      should shard itself.
+    - A dataset that *shards itself* is recognised by its behaviour: before its first item it reads `id` or
+      `num_workers` of `torch.utils.data.get_worker_info()`. There it sees the workers of all ranks. Its items are
+      batched in the worker that reads them, and the workers' batches alternate.
+    - Every worker reads any other dataset from the beginning and keeps the batches that it has to make. The order is
+      the same as without workers. This saves only the cost of collating: a dataset with expensive items should shard
+      itself.
 
-    Ranks share a stream as they do a map-style dataset (see `TokenLoader`).
+    Ranks share a stream as they share a map-style dataset (see `TokenLoader`).
 
     The dataset runs with Python's, NumPy's and torch's CPU generators seeded from (seed, epoch), and from (seed,
-    epoch, worker) once it has asked which worker it is in; the process's own states of them are neither drawn from nor
-    changed. What it draws so differs between items and between epochs, and repeats with the seed. A generator of
-    its own must be seeded alike in all workers, unless it shards itself. A dataset with `set_epoch` is told
-    the epoch.
+    epoch, worker) once it has asked which worker it is in. The process's own states are neither used nor changed. So
+    random numbers differ between items and between epochs, and repeat with the seed. A generator that belongs to the
+    dataset must have the same seed in all workers, unless the dataset shards itself. A dataset with `set_epoch` is
+    told the epoch.
 
-    On resume, a dataset with `state_dict` and `load_state_dict` continues at its own position when there are no
-    workers. Any other is read again up to the batch, with a warning. It is recognised by its `fingerprint` if it has
-    one, otherwise by its type.
+    On resume without workers, a dataset with `state_dict` and `load_state_dict` continues at its own position. Any
+    other dataset is read again up to the batch, with a warning. It is recognised by its `fingerprint` if it has one,
+    otherwise by its type.
 
     Args:
-        dataset: an `IterableDataset`, or anything whose every `iter` begins anew; must pickle unless workers
+        dataset: an `IterableDataset`, or anything that starts over with every `iter`; must pickle unless workers
             are forked.
         batch_size: B, items per batch (the micro batch).
-        seed: of the random numbers that the dataset draws.
-        drop_last: leave out a batch at the end of an epoch that is not full; of a dataset that shards itself, in
-            each worker; with ranks, a round.
+        seed: the seed of the random numbers that the dataset draws.
+        drop_last: leave out a batch at the end of an epoch that is not full; in each worker if the dataset shards
+            itself; with ranks, a global batch.
         num_workers, prefetch_factor, pin_memory, collate, multiprocessing_context, rank, world_size: as for
             `TokenLoader`.
 
@@ -120,17 +120,17 @@ class StreamLoader:
         if isinstance(dataset, Iterator):
             raise DataError(
                 f"{type_name(dataset)} is an iterator, which can be read only once; give a dataset whose __iter__ "
-                f"begins anew for each epoch"
+                f"starts over for each epoch"
             )
         self.dataset = dataset
         self.fingerprint = dataset.fingerprint if isinstance(dataset, Fingerprinted) else type_name(dataset)
         self._seed = seed
-        self._deal = Deal(batch_size, rank, world_size, drop_last)
+        self._global_batch = GlobalBatch(batch_size, rank=rank, world_size=world_size, drop_last=drop_last)
         self._position = _Position(num_workers)
         self._ended: set[int | None] = set()
         self._delivered = False
         self._shards_itself = False
-        self._batches = _Batches(dataset, self._deal, collate, seed)
+        self._batches = _StreamBatches(dataset, self._global_batch, collate, seed)
         self._fetcher = Fetcher(
             self._batches,
             self._position,
@@ -145,7 +145,7 @@ class StreamLoader:
     @property
     def batch_size(self) -> int:
         """Items per batch."""
-        return self._deal.batch_size
+        return self._global_batch.batch_size
 
     @property
     def epoch(self) -> int:
@@ -156,25 +156,23 @@ class StreamLoader:
         epoch = self.epoch
         while self.epoch == epoch:
             reply = self._fetcher.next()
-            if isinstance(reply, _End):
-                self._take_end(reply)
-            elif reply is not None:
+            if reply is None:
+                continue  # a request that was not wanted
+            self._position.number += 1
+            if not isinstance(reply, _EndOfStream):
                 batch, self._shards_itself = reply
-                self._position.number += 1
                 self._delivered = True
                 yield batch
-
-    def _take_end(self, end: _End) -> None:
-        self._position.number += 1
-        self._ended.add(end.worker)
-        if end.worker is not None and len(self._ended) < self._position.workers:
-            return
-        if not self._delivered:
-            raise DataError(
-                f"epoch {self.epoch} of {type_name(self.dataset)} has no batch: the dataset gives nothing, less than a "
-                f"batch with drop_last, or its __iter__ does not begin anew"
-            )
-        self._seek(self.epoch + 1, 0)
+                continue
+            self._ended.add(reply.worker)
+            if reply.worker is not None and len(self._ended) < self._position.workers:
+                continue  # other workers still have batches
+            if not self._delivered:
+                raise DataError(
+                    f"epoch {self.epoch} of {type_name(self.dataset)} has no batch: the dataset gives nothing, less "
+                    f"than a batch with drop_last, or its __iter__ does not start over"
+                )
+            self._seek(self.epoch + 1, 0)
 
     def restart(self) -> None:
         """Go back to the first batch of the first epoch, so that every evaluation sees the same batches."""
@@ -194,8 +192,8 @@ class StreamLoader:
             "epoch": self.epoch,
             "batches": self._position.number,
             "position": self._batches.position() if self._position.number else None,
-            "batch_size": self._deal.batch_size,
-            "world_size": self._deal.world_size,
+            "batch_size": self._global_batch.batch_size,
+            "world_size": self._global_batch.world_size,
             "num_workers": self._position.workers,
             "shards_itself": self._shards_itself,
             "seed": self._seed,
@@ -205,8 +203,8 @@ class StreamLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position.
 
-        Taken with a warning are a changed seed, and a number of workers, ranks or items in a batch that divides the
-        epoch otherwise.
+        There is a warning for a changed seed, and when another number of workers, ranks or items in a batch divides
+        the epoch differently.
 
         Raises:
             DataError: the state comes from other data.
@@ -220,24 +218,25 @@ class StreamLoader:
             _log.warning("the random numbers that the dataset draws have changed (data.seed)")
         self._shards_itself = bool(state["shards_itself"])
         epoch, items = int(state["epoch"]), int(state["batches"] * state["batch_size"] * state["world_size"])
-        number, rest = divmod(items, self._deal.round_size)
+        number, rest = divmod(items, self._global_batch.size)
         knows_its_position = isinstance(self.dataset, StatefulStream)
         position = state["position"] if knows_its_position and not self._position.workers else None
         if items and position is None:
+            # A dataset that shards itself reads other items in each worker when the number of workers changes.
+            then, now = (
+                (state["num_workers"], state["world_size"]),
+                (self._position.workers, self._global_batch.world_size),
+            )
+            same_division = rest == 0 and (not self._shards_itself or then == now)
             _log.warning(
                 "%s %s: reading the first %d batches of epoch %d again to continue after them%s",
                 type_name(self.dataset),
                 "cannot continue at its own position" if knows_its_position else "keeps no position of its own",
                 number,
                 epoch,
-                "" if rest == 0 and self._reads_as(state) else _DIVIDED_OTHERWISE,
+                "" if same_division else _DIVIDED_DIFFERENTLY,
             )
         self._seek(epoch, number, position)
-
-    def _reads_as(self, state: Mapping[str, Any]) -> bool:
-        """Whether each worker reads what it read when `state` was saved."""
-        then = (state["num_workers"], state["world_size"])
-        return not self._shards_itself or then == (self._position.workers, self._deal.world_size)
 
     def close(self) -> None:
         """End the worker processes. Iterating again starts new ones."""
@@ -245,7 +244,7 @@ class StreamLoader:
 
 
 class _Position:
-    """Which batch comes next; each `iter`, by the library, begins at the position of that moment."""
+    """Which batch comes next. Each `iter`, by torch's loader, requests batches from the current position on."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -253,122 +252,123 @@ class _Position:
         self.number = 0
         self._run = 0
 
-    def __iter__(self) -> Iterator[_BatchKey]:
+    def __iter__(self) -> Iterator[_BatchRequest]:
         self._run += 1
         run, epoch, start = self._run, self.epoch, self.number
-        # Key 0 goes to worker 0, who must then be asked for a batch of its own.
+        # torch's loader sends the first request to worker 0. So start at a batch of worker 0, wanted or not.
         for number in count(start - start % max(1, self.workers)):
-            yield _BatchKey(run, epoch, number, wanted=number >= start)
+            yield _BatchRequest(run, epoch, number, wanted=number >= start)
 
 
-class _Batches(Dataset[Any]):
-    """A dataset whose items are batches of a stream. A process must ask for those of one run in their order."""
+class _StreamBatches(BatchMaker):
+    """Makes the batches of a stream. A process must request those of one run in their order."""
 
-    def __init__(self, dataset: Iterable[Any], deal: Deal, collate: Collate, seed: int) -> None:
+    def __init__(self, dataset: Iterable[Any], global_batch: GlobalBatch, collate: Collate, seed: int) -> None:
         self._dataset = dataset
-        self._deal = deal
+        self._global_batch = global_batch
         self._collate = collate
         self._seed = seed
         self._start: Mapping[str, Any] | None = None
-        self._pass: _Pass | None = None
-        self._watch: _WorkerWatch | None = None
+        self._reader: _EpochReader | None = None
+        self._worker_info: _WatchedWorkerInfo | None = None
 
     def start_at(self, position: Mapping[str, Any] | None) -> None:
-        """Begin passes in this process at what `position` gave, or with None at the dataset's beginning."""
+        """Let epochs in this process start at a saved `position`, or with None at the dataset's beginning."""
         self._start = position
-        self._pass = None
+        self._reader = None
 
     def position(self) -> Mapping[str, Any] | None:
-        """Where the pass of this process is; None where workers read, or the dataset cannot say."""
-        return self._start if self._pass is None else self._pass.position()
+        """Where this process is in the dataset; None where workers read, or the dataset cannot say."""
+        return self._start if self._reader is None else self._reader.position()
 
-    def __getitem__(self, key: _BatchKey) -> tuple[Any, bool] | _End | None:
-        if not key.wanted:
+    def make(self, request: _BatchRequest) -> tuple[Any, bool] | _EndOfStream | None:
+        """The batch, and whether the dataset shards itself; None for a request that is not wanted."""
+        if not request.wanted:
             return None
-        if self._pass is None or self._pass.run != key.run:
-            if self._watch is None and get_worker_info() is not None:
-                self._watch = _WorkerWatch(self._dataset, self._deal)
-            self._pass = _Pass(self._dataset, self._deal, self._seed, key, self._watch, self._start)
+        if self._reader is None or self._reader.run != request.run:
+            if self._worker_info is None and get_worker_info() is not None:
+                self._worker_info = _WatchedWorkerInfo(self._dataset, self._global_batch)
+            self._reader = _EpochReader(
+                self._dataset,
+                self._global_batch,
+                request,
+                seed=self._seed,
+                worker_info=self._worker_info,
+                start=self._start,
+            )
         try:
-            items = self._pass.take(key.number)
-        except BaseException:
+            items = self._reader.take(request.number)
+        except BaseException:  # it is raised on
             # The dataset is somewhere within a batch, where no position is saved.
-            self._pass = None
+            self._reader = None
             raise
         if not items:
-            return self._pass.end
+            return self._reader.end
         try:
-            return self._collate(items), self._pass.shards_itself
+            return self._collate(items), self._reader.shards_itself
         except Exception as error:  # noqa: BLE001 - a collate function of the user's may raise anything
-            raise blame(f"batch {key.number} of {type_name(self._dataset)}", error) from error
+            raise blame(f"batch {request.number} of {type_name(self._dataset)}", error) from error
 
 
-class _WorkerWatch:
-    """Shows a dataset in a worker the workers of all ranks as its fellows, and notices when it asks for them."""
+class _WatchedWorkerInfo:
+    """What `get_worker_info()` returns in a worker of ours: it counts the workers of all ranks, and notices questions.
 
-    def __init__(self, dataset: Iterable[Any], deal: Deal) -> None:
+    A worker process belongs to one loader, so it takes the place of torch's object for good. A dataset finds it
+    wherever it has imported `get_worker_info` from.
+    """
+
+    def __init__(self, dataset: Iterable[Any], global_batch: GlobalBatch) -> None:
         info = get_worker_info()
         assert info is not None
+        self.dataset = dataset
         self.worker, self.workers = info.id, info.num_workers
-        self.shard, self.shards = deal.rank * info.num_workers + info.id, deal.world_size * info.num_workers
-        self._when_asked: Callable[[], None] | None = None
-        watch = self
+        self.shard = global_batch.rank * info.num_workers + info.id
+        self.shards = global_batch.world_size * info.num_workers
+        self.when_asked: Callable[[], None] | None = None
+        self._torch_info = info
+        torch_worker._worker_info = cast(torch_worker.WorkerInfo, self)
 
-        class Watched(type(info)):  # type: ignore[misc]
-            __slots__ = ()
+    @property
+    def id(self) -> int:
+        if self.when_asked is not None:
+            self.when_asked()
+        return self.shard
 
-            def __getattribute__(self, name: str) -> Any:
-                match name:
-                    case "id":
-                        return watch.answer(watch.shard)
-                    case "num_workers":
-                        return watch.answer(watch.shards)
-                    case "dataset":
-                        return dataset
-                return super().__getattribute__(name)
+    @property
+    def num_workers(self) -> int:
+        if self.when_asked is not None:
+            self.when_asked()
+        return self.shards
 
-        # The dataset comes to this object by `get_worker_info`, which it may have imported from anywhere.
-        object.__setattr__(info, "__class__", Watched)
-
-    def answer(self, number: int) -> int:
-        if self._when_asked is not None:
-            self._when_asked()
-        return number
-
-    @contextmanager
-    def listening(self, when_asked: Callable[[], None]) -> Iterator[None]:
-        """Call `when_asked` at each question."""
-        self._when_asked = when_asked
-        try:
-            yield
-        finally:
-            self._when_asked = None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch_info, name)  # such as `seed`
 
 
-class _Pass:
-    """One reading of the dataset in one process."""
+class _EpochReader:
+    """Reads the dataset once, from start to end, in one process."""
 
     def __init__(
         self,
         dataset: Iterable[Any],
-        deal: Deal,
+        global_batch: GlobalBatch,
+        request: _BatchRequest,
+        *,
         seed: int,
-        key: _BatchKey,
-        watch: _WorkerWatch | None,
+        worker_info: _WatchedWorkerInfo | None,
         start: Mapping[str, Any] | None,
     ) -> None:
-        self.run = key.run
+        self.run = request.run
         self.shards_itself = False
         self._dataset = dataset
-        self._deal = deal
+        self._global_batch = global_batch
         self._seed = seed
-        self._epoch = key.epoch
-        self._watch = watch
+        self._epoch = request.epoch
+        self._worker_info = worker_info
         self._asked = False
         self._items: Iterator[Any] | None = None
         self._start = start
         self._taken = 0 if start is None else int(start["items"])
-        self._generators = OwnGenerators(derive_seed(seed, key.epoch) if start is None else start["generators"])
+        self._generators = OwnGenerators(derive_seed(seed, request.epoch) if start is None else start["generators"])
 
     def position(self) -> Mapping[str, Any] | None:
         """Where the dataset and its generators are, after how many items; None when the dataset cannot say."""
@@ -377,40 +377,50 @@ class _Pass:
         return {"dataset": self._dataset.state_dict(), "generators": self._generators.states, "items": self._taken}
 
     @property
-    def end(self) -> _End:
-        """What is to be said when no batch is left."""
-        return _End(self._watch.worker if self._watch is not None and self.shards_itself else None)
+    def end(self) -> _EndOfStream:
+        """The reply when no batch is left."""
+        return _EndOfStream(self._worker_info.worker if self._worker_info is not None and self.shards_itself else None)
 
     def take(self, number: int) -> list[Any]:
         """The items of batch `number`, which must come after those taken before; none when it does not exist."""
-        listening = nullcontext() if self._watch is None else self._watch.listening(self._note_question)
-        with self._generators.in_use(), listening:
-            if self._items is None:
-                self._items = self._opened()
-            items = self._share(self._items, number)
-        if self._asked and not self.shards_itself and self._watch is not None and self._watch.shards > 1:
+        info = self._worker_info
+        if info is not None:
+            info.when_asked = self._note_question
+        try:
+            with self._generators.in_use():
+                if self._items is None:
+                    self._items = self._read()
+                    if info is not None:
+                        # The dataset decides before its first item whether it shards itself.
+                        first = list(islice(self._items, 1))
+                        self._items = chain(first, self._items)
+                        self.shards_itself = self._asked
+                        if self.shards_itself:  # then all items here belong to this rank
+                            self._global_batch = replace(self._global_batch, rank=0, world_size=1)
+                if info is not None and self.shards_itself:
+                    number //= info.workers  # this worker makes every n-th batch of the rank
+                # Pass over the batches that other workers make, then take a global batch and keep this rank's share.
+                skipped = max(0, number * self._global_batch.size - self._taken)
+                for _ in islice(self._items, skipped):
+                    pass
+                items = list(islice(self._items, self._global_batch.size))
+                self._taken += skipped + len(items)
+        finally:
+            if info is not None:
+                info.when_asked = None
+        if info is not None and info.shards > 1 and self._asked and not self.shards_itself:
             raise DataError(
-                f"{type_name(self._dataset)} asked which worker it is in after its first item had come, too late to "
-                f"shard itself; call get_worker_info() at the beginning of __iter__"
+                f"{type_name(self._dataset)} called get_worker_info() after its first item, too late to shard itself; "
+                f"call it at the beginning of __iter__"
             )
-        return items
+        share = self._global_batch.share(len(items))
+        return items[share.start : share.stop]
 
     def _note_question(self) -> None:
-        assert self._watch is not None
-        if not self._asked and self._watch.shards > 1:
-            seed_generators(derive_seed(self._seed, self._epoch, self._watch.shard))
+        assert self._worker_info is not None
+        if not self._asked and self._worker_info.shards > 1:
+            seed_generators(derive_seed(self._seed, self._epoch, self._worker_info.shard))
         self._asked = True
-
-    def _opened(self) -> Iterator[Any]:
-        items = self._read()
-        if self._watch is None:
-            return items
-        # What it has asked when its first item comes decides.
-        first = list(islice(items, 1))
-        self.shards_itself = self._asked
-        if self.shards_itself:
-            self._deal = replace(self._deal, rank=0, world_size=1)
-        return chain(first, items)
 
     def _read(self) -> Iterator[Any]:
         number = self._taken
@@ -426,14 +436,3 @@ class _Pass:
             raise
         except Exception as error:  # noqa: BLE001 - a dataset of the user's may raise anything
             raise blame(f"item {number} of {type_name(self._dataset)}", error) from error
-
-    def _share(self, items: Iterator[Any], number: int) -> list[Any]:
-        if self._watch is not None and self.shards_itself:
-            number //= self._watch.workers
-        skipped = max(0, number * self._deal.round_size - self._taken)
-        for _ in islice(items, skipped):
-            pass
-        taken = list(islice(items, self._deal.round_size))
-        self._taken += skipped + len(taken)
-        share = self._deal.share(len(taken))
-        return taken[share.start : share.stop]

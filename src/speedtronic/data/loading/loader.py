@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset, Subset
 
 from speedtronic.data.loading.collate import collate_batch
 from speedtronic.data.loading.datasets import TokenDataset
-from speedtronic.data.loading.sampler import Deal, SampleOrder, derive_seed
-from speedtronic.data.loading.workers import Fetcher, blame, generators_kept, seed_generators, type_name
+from speedtronic.data.loading.sampler import BatchIndices, BatchSampler, GlobalBatch, SampleOrder, derive_seed
+from speedtronic.data.loading.workers import BatchMaker, Fetcher, blame, generators_kept, seed_generators, type_name
 from speedtronic.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-_ORDERED_AT_ONCE = 1024  # positions whose samples are looked up together; a trade of latency for array speed
 _SHOWN = 8  # indices in a message
 
 Collate = Callable[[Sequence[Any]], Any]
@@ -27,42 +23,36 @@ Collate = Callable[[Sequence[Any]], Any]
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """A dataset that can be recognised by what it contains; without this, type and length must do."""
+    """A dataset that can be recognised by its content; others are recognised by type and length."""
 
     @property
     def fingerprint(self) -> str:
         """A checksum of the samples."""
 
 
-@dataclass(frozen=True)
-class _BatchKey:
-    epoch: int
-    indices: npt.NDArray[np.int64]
-
-
 class TokenLoader:
     """Batches of a map-style dataset, with a position that can be saved and sought.
 
-    `iter(loader)` continues at the loader's position and ends with the epoch; the position counts samples
-    that were delivered, never those that workers have fetched ahead, so it can be saved between any two
-    batches and restored with another batch size or number of workers. Seeking costs the same for every
-    position. The global random number generators are neither drawn from nor changed.
+    `iter(loader)` continues at the loader's position and ends with the epoch. The position counts the samples that
+    were delivered, not those that workers have fetched ahead. So it can be saved between any two batches, and
+    restored with another batch size or number of workers. Seeking costs the same for every position. The global
+    random number generators are neither used nor changed.
 
-    Samples of a dataset that is not ours are computed with Python's, NumPy's and torch's CPU generators
-    seeded from (seed, epoch, index): random augmentation differs between samples and epochs, and repeats with
-    the seed whatever the number of workers. Such a dataset is recognised on resume by its `fingerprint` if it
-    has one, otherwise by type and length.
+    Samples of a user's dataset are computed with Python's, NumPy's and torch's CPU generators seeded from (seed,
+    epoch, index): random augmentation differs between samples and epochs, and repeats with the seed for any number
+    of workers. On resume such a dataset is recognised by its `fingerprint` if it has one, otherwise by type and
+    length.
 
-    Ranks that read one dataset together are dealt its order in rounds of world_size · B samples, B to each, and
-    share the last, shorter round as evenly as can be, so that each sample comes once. The position counts the
-    samples of all ranks: every rank can be restored from that of rank 0, with another `world_size` too.
+    Ranks that read one dataset together divide its order into global batches of world_size · B samples, B for each
+    rank. They divide the last, shorter one as evenly as possible, so that each sample comes once. The position counts
+    the samples of all ranks: every rank can be restored from the position of rank 0, also with another `world_size`.
 
     Args:
         dataset: anything with a length and samples at 0 … len − 1; must pickle unless workers are forked.
         batch_size: B, samples per batch (the micro batch).
-        shuffle: a new order every epoch; otherwise that of the dataset.
-        seed: of the order and of the samples' randomness.
-        drop_last: leave out a batch at the end of an epoch that is not full; with ranks, a round.
+        shuffle: a new order every epoch; otherwise the order of the dataset.
+        seed: the seed of the order and of the samples' randomness.
+        drop_last: leave out a batch at the end of an epoch that is not full; with ranks, a global batch.
         num_workers: processes that fetch; they live as long as the loader. 0 fetches in this process.
         prefetch_factor: batches that each worker fetches ahead; None is torch's default. Without
             workers it has no effect.
@@ -70,7 +60,7 @@ class TokenLoader:
         collate: samples to batch.
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None is the platform's
             default.
-        rank, world_size: which of how many readers this is, such as the processes of a data-parallel run.
+        rank, world_size: this reader's number, and how many readers share the data.
 
     Raises:
         DataError: an empty dataset, or one too small to give this rank a batch; while iterating, a sample or batch
@@ -96,16 +86,20 @@ class TokenLoader:
     ) -> None:
         if not isinstance(dataset, Sized):
             raise DataError(
-                f"{type_name(dataset)} has no length, so it cannot be read in a seekable order; what can only be "
-                f"iterated must be a torch.utils.data.IterableDataset"
+                f"{type_name(dataset)} has no length, so it has no seekable order; a dataset that can only be iterated "
+                f"must be a torch.utils.data.IterableDataset"
             )
         self.dataset = dataset
         self.fingerprint = _fingerprint(dataset, len(dataset))
-        order = SampleOrder(len(dataset), shuffle=shuffle, seed=seed)
-        self._schedule = _Schedule(order, Deal(batch_size, rank, world_size, drop_last))
+        # The sampler is an object of its own, since torch's loader keeps it: a reference back to this object would
+        # keep the workers alive after the last reference to it.
+        self._sampler = BatchSampler(
+            SampleOrder(len(dataset), shuffle=shuffle, seed=seed),
+            GlobalBatch(batch_size, rank=rank, world_size=world_size, drop_last=drop_last),
+        )
         self._fetcher = Fetcher(
-            _Batches(dataset, collate, seed),
-            self._schedule,
+            _SampleBatches(dataset, collate, seed),
+            self._sampler,
             name=type_name(dataset),
             seed=derive_seed(seed),
             num_workers=num_workers,
@@ -116,23 +110,23 @@ class TokenLoader:
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
-        return self._schedule.batches_per_epoch
+        return self._sampler.batches_per_epoch
 
     @property
     def batch_size(self) -> int:
         """Samples per batch."""
-        return self._schedule.deal.batch_size
+        return self._sampler.global_batch.batch_size
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0."""
-        return self._schedule.epoch
+        return self._sampler.epoch
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         while self.epoch == epoch:
             batch = self._fetcher.next()
-            self._schedule.advance()
+            self._sampler.advance()
             yield batch
 
     def restart(self) -> None:
@@ -141,19 +135,19 @@ class TokenLoader:
 
     def skip_batches(self, batches: int) -> None:
         """Move the position on by `batches` batches; costs the same for any number."""
-        self._seek(*self._schedule.after(batches))
+        self._seek(*self._sampler.after(batches))
 
     def _seek(self, epoch: int, samples: int) -> None:
-        if (epoch, samples) != (self._schedule.epoch, self._schedule.samples):
+        if (epoch, samples) != (self._sampler.epoch, self._sampler.samples):
             self._fetcher.restart()
-        self._schedule.move_to(epoch, samples)
+        self._sampler.move_to(epoch, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last delivered batch, and what the data and their order are."""
-        order = self._schedule.order
+        order = self._sampler.order
         return {
-            "epoch": self._schedule.epoch,
-            "samples": self._schedule.samples,
+            "epoch": self._sampler.epoch,
+            "samples": self._sampler.samples,
             "size": order.size,
             "seed": order.seed,
             "shuffle": order.shuffle,
@@ -163,8 +157,8 @@ class TokenLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position.
 
-        A changed `seed` or `shuffle` stays as this loader has it, with a warning, since the order of the
-        epoch is then another one.
+        With another `seed` or `shuffle` this loader keeps its own, with a warning, since the order of the epoch is
+        then a different one.
 
         Raises:
             DataError: the state comes from other data, recognised by checksum.
@@ -202,97 +196,17 @@ def _fingerprint(dataset: Any, size: int) -> str:
     return f"{type_name(dataset)}:{size}"
 
 
-class _Schedule:
-    """Which samples come next; each `iter`, by the library, begins at the position of that moment."""
-
-    def __init__(self, order: SampleOrder, deal: Deal) -> None:
-        if order.size == 0:
-            raise DataError("the dataset is empty")
-        self.order = order
-        self.deal = deal
-        self.epoch = 0
-        self.samples = 0
-        if self.batches_per_epoch == 0:
-            raise DataError(_too_few(order.size, deal))
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return self._batches_in(self.order.size)
-
-    def _batches_in(self, samples: int) -> int:
-        rounds, rest = divmod(samples, self.deal.round_size)
-        return rounds + (len(self.deal.share(rest)) > 0)
-
-    def after(self, batches: int) -> tuple[int, int]:
-        """The position, epoch and samples, that lies `batches` batches ahead."""
-        left = self._batches_in(self.order.size - self.samples)
-        if batches < left:
-            return self.epoch, self.samples + batches * self.deal.round_size
-        epochs, rest = divmod(batches - left, self.batches_per_epoch)
-        return self.epoch + 1 + epochs, rest * self.deal.round_size
-
-    def advance(self) -> None:
-        """Count one batch as delivered."""
-        self.move_to(self.epoch, min(self.samples + self.deal.round_size, self.order.size))
-
-    def move_to(self, epoch: int, samples: int) -> None:
-        """Go to a position, or to the next epoch's start when no batch is left in this one."""
-        over = not self.deal.share(self.order.size - samples)
-        self.epoch, self.samples = (epoch + 1, 0) if over else (epoch, samples)
-
-    def __iter__(self) -> Iterator[_BatchKey]:
-        epoch, start = self.epoch, self.samples
-        while True:
-            yield from self._rest_of_epoch(epoch, start)
-            epoch, start = epoch + 1, 0
-
-    def _rest_of_epoch(self, epoch: int, start: int) -> Iterator[_BatchKey]:
-        stride = self.deal.round_size * max(1, _ORDERED_AT_ONCE // self.deal.batch_size)
-        for begin in range(start, self.order.size, stride):
-            shares = self._shares(begin, min(begin + stride, self.order.size))
-            indices = self.order.at(epoch, np.concatenate(shares))
-            for share in shares:
-                batch, indices = indices[: len(share)], indices[len(share) :]
-                if len(batch):
-                    yield _BatchKey(epoch, batch)
-
-    def _shares(self, start: int, stop: int) -> list[npt.NDArray[np.int64]]:
-        """The positions of this rank's batch in each round that begins in [start, stop)."""
-        shares = []
-        for begin in range(start, stop, self.deal.round_size):
-            share = self.deal.share(stop - begin)
-            shares.append(np.arange(begin + share.start, begin + share.stop, dtype=np.int64))
-        return shares
-
-
-def _too_few(size: int, deal: Deal) -> str:
-    if not deal.drop_last:
-        return f"the dataset has {size} samples, too few for {deal.world_size} ranks to have one each"
-    each = f" for each of {deal.world_size} ranks" if deal.world_size > 1 else ""
-    return (
-        f"the dataset has {size} samples, fewer than one batch of {deal.batch_size}{each}, and drop_last leaves out "
-        f"batches that are not full; use a smaller micro_batch_size, a smaller block_size or more data"
-    )
-
-
-class _Batches(Dataset[Any]):
-    """A dataset whose items are whole batches: the library moves them, and we decide what is in them."""
+class _SampleBatches(BatchMaker):
+    """Makes the batch of the samples at given indices."""
 
     def __init__(self, dataset: Dataset[Any], collate: Collate, seed: int) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
 
-    def __getitem__(self, key: _BatchKey) -> Any:
+    def make(self, key: BatchIndices) -> Any:
         if isinstance(self._dataset, TokenDataset):
             return self._dataset.batch(key.indices)
-        samples = self._samples(key)
-        try:
-            return self._collate(samples)
-        except Exception as error:  # noqa: BLE001 - a collate function of the user's may raise anything
-            raise blame(f"{_named(key.indices)} of {type_name(self._dataset)}", error) from error
-
-    def _samples(self, key: _BatchKey) -> list[Any]:
         samples = []
         with generators_kept():
             for index in key.indices.tolist():
@@ -303,9 +217,10 @@ class _Batches(Dataset[Any]):
                     raise
                 except Exception as error:  # noqa: BLE001 - a dataset of the user's may raise anything
                     raise blame(f"sample {index} of {type_name(self._dataset)}", error) from error
-        return samples
-
-
-def _named(indices: npt.NDArray[np.int64]) -> str:
-    shown = ", ".join(map(str, indices[:_SHOWN].tolist()))
-    return f"samples {shown}" + (f", … ({len(indices)} samples)" if len(indices) > _SHOWN else "")
+        try:
+            return self._collate(samples)
+        except Exception as error:  # noqa: BLE001 - a collate function of the user's may raise anything
+            count = len(samples)
+            shown = ", ".join(map(str, key.indices[:_SHOWN].tolist()))
+            more = f", … ({count} samples)" if count > _SHOWN else ""
+            raise blame(f"samples {shown}{more} of {type_name(self._dataset)}", error) from error

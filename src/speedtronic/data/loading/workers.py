@@ -1,4 +1,4 @@
-"""What the loaders share: items fetched here or by worker processes, and what may go wrong there."""
+"""What both loaders share: batches fetched here or by worker processes, and the errors and random numbers there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sysconfig
 import threading
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,12 +32,14 @@ from speedtronic.errors import DataError, DataWorkerError
 _ENDED_WORKER = (
     "a worker process that reads {name} has ended ({reason}). If it was killed, memory was probably short, or a "
     "container's shared memory: lower data.num_workers, data.prefetch_factor or data.micro_batch_size. If it ended by "
-    "itself, it said why above; with data.num_workers: 0 it fails here"
+    "itself, its reason is printed above; with data.num_workers: 0 the error is raised in the training process"
 )
-_HERE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     os.path.join(folder, "")
-    for folder in (_HERE, *(sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")))
+    for folder in (
+        str(Path(__file__).parents[1]),
+        *(sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")),
+    )
 )
 
 
@@ -49,25 +52,22 @@ def type_name(value: object) -> str:
 
 
 def blame(thing: str, error: Exception) -> DataError:
-    """A DataError that says what the user's code raised on which thing, and where in that code.
+    """A DataError that names the thing that failed, the error in the user's code, and its place in that code.
 
     For instance "sample 17 of my_data.Squares: ValueError: boom (my_data.py, line 12)".
     """
     if isinstance(error, DataError):
         return DataError(f"{thing}: {error}")
-    return DataError(f"{thing}: {''.join(traceback.format_exception_only(error)).strip()}{_place(error)}")
-
-
-def _place(error: Exception) -> str:
-    """The innermost place that is not in a library, if there is one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    return "".join(f" ({os.path.basename(frame.filename)}, line {frame.lineno})" for frame in own[-1:])
+    reason = "".join(traceback.format_exception_only(error)).strip()
+    # The innermost frame that is neither ours nor a library's is the user's.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
+    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    return DataError(f"{thing}: {reason}{place}")
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """A DataError on its way out of a worker: the exception itself would arrive as another one."""
+    """A DataError on its way out of a worker. torch would wrap the exception itself in a message of its own."""
 
     message: str
     traceback: str
@@ -80,15 +80,16 @@ class _WorkerTraceback(Exception):  # noqa: N818 - the cause of an error, shown 
         return f'\n"""\n{self.args[0]}"""'
 
 
-class Guarded(Dataset[Any]):
-    """Items by key, of which a DataError leaves a worker as it is."""
+class BatchMaker(Dataset[Any], ABC):
+    """A dataset of whole batches: torch's loader distributes the keys, and `make` decides what a batch holds."""
 
-    def __init__(self, items: Dataset[Any]) -> None:
-        self._items = items
+    @abstractmethod
+    def make(self, key: Any) -> Any:
+        """The batch for a key."""
 
     def __getitem__(self, key: Any) -> Any:
         try:
-            return self._items[key]
+            return self.make(key)
         except DataError as error:
             if get_worker_info() is None:
                 raise
@@ -113,7 +114,7 @@ def _set_states(states: GeneratorStates) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put Python's, NumPy's and torch's CPU generators back to where they were."""
+    """Leave Python's, NumPy's and torch's CPU generators as they were before the block."""
     before = _states()
     try:
         yield
@@ -130,12 +131,12 @@ def seed_generators(seed: int) -> None:
 
 
 class OwnGenerators:
-    """States of the three generators that belong to one piece of code, which runs in `in_use()`.
+    """Separate states of the three generators for one piece of code, which runs in `in_use()`.
 
-    What is drawn there goes on where it ended the last time, and the rest of the process does not notice.
+    Each use continues where the last one ended. The rest of the process does not notice.
 
     Args:
-        start: a seed, or the `states` of an earlier one.
+        start: a seed, or the saved `states` of another one.
     """
 
     def __init__(self, start: int | GeneratorStates) -> None:
@@ -162,72 +163,70 @@ _CHILD_ENDED: int | None = getattr(signal, "SIGCHLD", None)  # Windows has none,
 _SETS_THE_HANDLER = "torch.utils.data._utils.signal_handling"
 
 
-class _EndsOfWorkers:
-    """Keeps to itself that a worker has ended until somebody waits for one.
+class _WorkerExits:
+    """Delays the error for a worker that has exited until somebody waits for a batch.
 
-    torch raises it from a handler of SIGCHLD, so wherever this process then is: in the middle of an update, or of a
-    save. The handler is set when a loader first starts workers, and once.
+    torch raises that error from a handler of SIGCHLD, so anywhere in this process: in the middle of an update, or of a
+    save. torch sets the handler once, when a loader first starts workers.
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None
-        self._heard = False
+        self._torch_handler: Any = None
+        self._may_raise = False
         self._missed: RuntimeError | None = None
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Here it may be raised, also for what has ended before. Raises RuntimeError, as torch does."""
+    def may_raise(self) -> Iterator[None]:
+        """In this block the error may be raised, also for a worker that has exited before. It is a RuntimeError."""
         if _CHILD_ENDED is None or threading.current_thread() is not threading.main_thread():
-            yield  # signals reach the main thread alone
+            yield  # only the main thread receives signals
             return
-        self._heard = True
+        self._may_raise = True
         try:
             missed, self._missed = self._missed, None
             if missed is not None:
                 raise missed
             yield
         finally:
-            self._heard = False
-            self._take_over(_CHILD_ENDED)
+            self._may_raise = False
+            # If torch has just set its handler, put ours in front of it.
+            handler = signal.getsignal(_CHILD_ENDED)
+            if getattr(handler, "__module__", None) == _SETS_THE_HANDLER:
+                self._torch_handler = handler
+                signal.signal(_CHILD_ENDED, self._handle)
 
-    def _take_over(self, number: int) -> None:
-        handler = signal.getsignal(number)
-        if getattr(handler, "__module__", None) == _SETS_THE_HANDLER:
-            self._handler = handler
-            signal.signal(number, self._notice)
-
-    def _notice(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: Any) -> None:
         try:
-            self._handler(number, frame)
+            self._torch_handler(number, frame)
         except RuntimeError as error:
-            if self._heard:
+            if self._may_raise:
                 raise
             self._missed = error
 
 
-ends_of_workers = _EndsOfWorkers()
+worker_exits = _WorkerExits()
 
 
 # ---------------------------------------------------------------------- fetching
 
 
 class Fetcher:
-    """The items of a map-style dataset in the order of its keys, fetched here or ahead of time by workers.
+    """Batches in the order of their keys, made here or ahead of time by workers.
 
-    Workers live until `close`, until nothing refers to the fetcher any more, or until this process ends. The
+    Workers live until `close`, until the last reference to the fetcher is gone, or until this process ends. The
     n-th key after a (re)start goes to worker n mod `num_workers`.
 
     Args:
-        items: what is fetched from; must pickle unless workers are forked.
-        keys: an endless iterable; every (re)start iterates it anew.
-        name: what the items are of, for messages.
-        seed: of the workers' generators.
+        batches: makes the batches; must pickle unless workers are forked.
+        keys: an endless iterable; every (re)start iterates it again.
+        name: the name of the dataset, for messages.
+        seed: the seed of the workers' generators.
         num_workers, prefetch_factor, pin_memory, multiprocessing_context: as for `TokenLoader`.
     """
 
     def __init__(
         self,
-        items: Dataset[Any],
+        batches: BatchMaker,
         keys: Iterable[Any],
         *,
         name: str,
@@ -242,10 +241,10 @@ class Fetcher:
         self._dataloader: DataLoader[Any] | None = None
         self._working = num_workers > 0
         self._context = multiprocessing_context
-        self._ending: Any = None  # in memory that the workers share: whether they may end when they are told to
+        self._may_end: Any = None  # in memory shared with the workers: whether they may end when they are told to
         self._make_dataloader = partial(
             DataLoader,
-            Guarded(items),
+            batches,
             batch_size=None,
             sampler=keys,
             num_workers=num_workers,
@@ -253,24 +252,24 @@ class Fetcher:
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor if num_workers else None,
             persistent_workers=num_workers > 0,
-            # With its own generator the library leaves the global one alone.
+            # With its own generator torch's loader leaves the global one alone.
             generator=torch.Generator().manual_seed(seed % 2**63),
         )
 
     def next(self) -> Any:
-        """The item of the next key.
+        """The batch for the next key.
 
         Raises:
             DataError: raised by the dataset, or the dataset cannot be sent to a worker.
             DataWorkerError: a worker process has ended.
         """
         try:
-            with ends_of_workers.heard():
+            with worker_exits.may_raise():
                 if self._replies is None:
                     self._replies = self._start()
                 reply = next(self._replies)
         except BaseException as error:
-            # What the library has handed out and what has arrived no longer go together.
+            # torch's loader has handed out keys whose batches did not come, so it must start again.
             self.restart()
             if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
                 self.close()
@@ -285,13 +284,20 @@ class Fetcher:
         if not self._working:
             return iter(self._make_dataloader())
         if self._dataloader is None:
-            self._dataloader = self._with_workers()
+            context = multiprocessing.get_context(self._context)
+            self._may_end = context.RawValue(ctypes.c_bool, False)
+            finalize(self, _let_workers_end, self._may_end)
+            _open_fetchers.add(self)
+            self._dataloader = self._make_dataloader(
+                multiprocessing_context=context,
+                worker_init_fn=partial(_ignore_signals_to_the_job, self._may_end),
+            )
         try:
             with warnings.catch_warnings():
-                # The library warns of what the error below says.
+                # torch warns about the error that is raised below.
                 warnings.filterwarnings("ignore", "Got pickle error")
                 return iter(self._dataloader)
-        except (PicklingError, AttributeError, TypeError, ValueError) as error:  # a pointer of ctypes is the last
+        except (PicklingError, AttributeError, TypeError, ValueError) as error:  # a ctypes pointer is a ValueError
             self.close()
             raise DataError(
                 f"{self._name} cannot be sent to a worker process: {error}; define its classes and functions at the "
@@ -299,56 +305,47 @@ class Fetcher:
                 f"data.num_workers to 0"
             ) from error
 
-    def _with_workers(self) -> DataLoader[Any]:
-        context = multiprocessing.get_context(self._context)
-        self._ending = context.RawValue(ctypes.c_bool, False)
-        finalize(self, _allow_ending, self._ending)
-        _open_fetchers.add(self)
-        return self._make_dataloader(
-            multiprocessing_context=context,
-            worker_init_fn=partial(_leave_signals_to_the_trainer, self._ending),
-        )
-
     def restart(self) -> None:
-        """Begin with the keys anew at the next item; the workers stay."""
+        """Iterate the keys again from the next batch on; the workers stay."""
         self._replies = None
 
     def close(self) -> None:
-        """End the workers. Asking for another item starts new ones."""
+        """End the workers. Asking for another batch starts new ones."""
         if self._dataloader is not None:
-            _allow_ending(self._ending)
+            _let_workers_end(self._may_end)
         self._replies = None
         self._dataloader = None
 
 
 def _unchanged(item: Any) -> Any:
+    """The batches come complete; without a function here torch's loader would convert them."""
     return item
 
 
-def _allow_ending(ending: Any) -> None:
-    ending.value = True
+def _let_workers_end(may_end: Any) -> None:
+    may_end.value = True
 
 
 _open_fetchers: WeakSet[Fetcher] = WeakSet()
 
 
-# At its end this process terminates the workers that are left and waits for them, so they must be told before.
+# At the end of this process multiprocessing terminates the workers and waits for them, so they must be told before.
 @atexit.register
 def _close_all() -> None:
     for fetcher in list(_open_fetchers):
         fetcher.close()
 
 
-def _leave_signals_to_the_trainer(ending: Any, worker: int) -> None:
-    """Let a worker survive what tells the whole job to stop: the training process finishes its step first, and needs
+def _ignore_signals_to_the_job(may_end: Any, worker: int) -> None:
+    """Let a worker survive a signal that stops the whole job: the training process finishes its step first, and needs
     data for that. Ctrl-C reaches every process of the terminal, SIGTERM every process of a container or a job."""
     training_process = os.getppid()
 
-    def end_if_the_trainer_says_so(number: int, frame: object) -> None:
-        if ending.value or os.getppid() != training_process:
+    def end_if_allowed(number: int, frame: object) -> None:
+        if may_end.value or os.getppid() != training_process:
             os._exit(0)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, end_if_the_trainer_says_so)
+    signal.signal(signal.SIGTERM, end_if_allowed)
     if sys.platform != "win32":
         os.setpgrp()

@@ -1,8 +1,8 @@
-"""Text into token shards: in parallel, resumable, and the same for any number of processes.
+"""Text into token shards: in parallel, resumable, and with the same result for any number of processes.
 
-The inputs are divided into units of about 1 MB, which depend on the inputs and the recipe alone. Processes encode
-units; this one writes the results in order, and every few seconds a journal of how far it has come. A run that
-finds the journal of one like itself goes on behind the last unit in it.
+The inputs are divided into units of about 1 MB, which depend only on the inputs and the recipe. Other processes encode
+the units. This process writes the results in order, and every few seconds a journal of its progress. A run that finds
+the journal of an equal run continues behind the last unit in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-from speedtronic.data.prepare.process_pool import ProcessLostError, available_cpus, in_order
-from speedtronic.data.prepare.sources import DEFAULT_PATTERNS, Input, choose_inputs
-from speedtronic.data.prepare.work_folder import PartialFolder, is_resumable, output_folder
-from speedtronic.data.prepare.work_units import (
+from speedtronic.data.prepare.encode import (
     BEGINNING,
     UNIT_BYTES,
     Position,
@@ -30,25 +27,24 @@ from speedtronic.data.prepare.work_units import (
     characters_of_unit,
     checksum_unit,
     encode_unit,
-    plan,
+    plan_units,
 )
-from speedtronic.data.shards import (
-    DEFAULT_SHARD_TOKENS,
-    VERSION,
-    ShardFiles,
-    ShardSet,
-    is_prepared,
-    publish,
-    remove_leftovers,
-)
-from speedtronic.data.tokenizers.base import CorpusCharTokenizer, Tokenizer, spec_fingerprint, tokenizer_from_spec
-from speedtronic.data.tokenizers.cutting import CutRule, cut_rule
-from speedtronic.data.tokenizers.from_file import load_tokenizer
+from speedtronic.data.prepare.process_pool import ProcessLostError, available_cpus, map_in_order
+from speedtronic.data.prepare.sources import DEFAULT_PATTERNS, Input, choose_inputs
+from speedtronic.data.prepare.staging import StagingFolder, is_resumable, output_folder
+from speedtronic.data.shard_writer import DEFAULT_SHARD_TOKENS, ShardFiles
+from speedtronic.data.shards import VERSION, ShardSet, is_prepared
+from speedtronic.data.tokenizers.base import Tokenizer, spec_fingerprint
+from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
+from speedtronic.data.tokenizers.chunking import CutRule, cut_rule
+from speedtronic.data.tokenizers.from_file import load_tokenizer, tokenizer_from_spec
+from speedtronic.durable.files import FileSystem
+from speedtronic.durable.folders import publish_folder, recover
 from speedtronic.errors import DataError
 
 CHARACTERS = "chars"
 
-_SECONDS_BETWEEN_NOTES = 5.0
+_SECONDS_BETWEEN_JOURNALS = 5.0
 _SPEC = "tokenizer_spec.json"
 
 R = TypeVar("R")
@@ -56,18 +52,18 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class PreparedSummary:
-    """What `prepare` made or found.
+    """What `prepare` has made or found.
 
     Attributes:
         folder: the prepared folder.
         tokens: tokens in it, separators included.
         documents: documents, each ended by a separator.
         text_bytes: bytes of their text, in UTF-8.
-        encoded_bytes: those of them that this call has encoded: not what an earlier one had done.
+        encoded_bytes: how many of them this call has encoded, without the work of an earlier call.
         vocab_size: ids of the tokenizer; the model's vocabulary must hold them.
         shards: number of shards.
         skipped: files of a built-in source that are not UTF-8 text and so were left out.
-        already_prepared: whether the folder was there with the same content, and nothing was written.
+        already_prepared: whether the folder was already there with the same content, so that nothing was written.
     """
 
     folder: Path
@@ -86,9 +82,9 @@ class Progress:
     """How far a preparation has come.
 
     Attributes:
-        stage: "checking" a folder that is there, collecting "characters", or "encoding".
+        stage: "checking" an existing folder, collecting "characters", or "encoding".
         done: bytes of the inputs that are done in this stage, those of an earlier run included.
-        total: bytes of all inputs; of tables an estimate.
+        total: bytes of all inputs; an estimate for tables.
     """
 
     stage: str
@@ -106,22 +102,21 @@ class _Job:
 
     @property
     def identity(self) -> str:
-        """Equal for jobs that go on with each other's work."""
-        stamps = [each.stamp for each in self.inputs]
-        return _checksum([self.recipe, stamps, VERSION])
+        """Equal for two jobs when one can continue the work of the other."""
+        return _checksum([self.recipe, [each.stamp for each in self.inputs], VERSION])
 
-    def units(self, rule: CutRule, start: Position = BEGINNING) -> Iterator[Unit]:
-        return plan(self.inputs, rule, start=start, size=self.recipe["unit_bytes"])
-
-    def results(self, stage: str, task: Callable[[Unit], R], units: Iterator[Unit]) -> Generator[tuple[Unit, R]]:
-        """Each unit with what `task` made of it. Progress is told when the caller is done with the unit."""
-        sizes = [each.size for each in self.inputs]
-        before = [0, *accumulate(sizes)]
-        with closing(in_order(task, units, processes=self.processes)) as results:
+    def results(
+        self, stage: str, task: Callable[[Unit], R], rule: CutRule, start: Position = BEGINNING
+    ) -> Generator[tuple[Unit, R]]:
+        """Each unit from `start` on with the result of `task`. Progress is reported when the caller has used it."""
+        before = [0, *accumulate(each.size for each in self.inputs)]
+        units = plan_units(self.inputs, rule, start=start, size=self.recipe["unit_bytes"])
+        with closing(map_in_order(task, units, processes=self.processes)) as results:
             for unit, result in results:
                 yield unit, result
                 done = before[unit.next.number]
                 if unit.next.number < len(self.inputs):
+                    # Inside an input: its share of the bytes follows from the share of its offsets.
                     each = self.inputs[unit.next.number]
                     done += each.size * unit.next.offset // each.length
                 self.on_progress(Progress(stage, done, before[-1]))
@@ -147,29 +142,29 @@ def prepare(
 ) -> PreparedSummary:
     """Write the tokens of text to a folder of shards.
 
-    Every non-empty text file, JSON line or row of a table is a document, ended by the tokenizer's separator. Files
-    are ordered by a hash of their names, so that the end of the data, which a run holds out, is a fair sample of
-    it; the documents of one file keep their order. The text is streamed: memory does not grow with it, unless the
-    tokenizer allows no cut in a document. The folder appears when it is complete. Until then the work is kept
-    beside it, and the same call goes on with what one that was killed or interrupted has left.
+    Every non-empty text file, JSON line or row of a table is a document, which ends with the tokenizer's separator.
+    Files are ordered by a hash of their names, so that the end of the data, which a run holds out, is a fair sample of
+    it. The documents of one file keep their order. The text is streamed: memory does not grow with it, unless the
+    tokenizer allows no cut in a document. The folder appears when it is complete. Until then the work is kept beside
+    it, and when a call was killed or interrupted, the same call continues its work.
 
     Args:
         paths: text, `.jsonl` and `.parquet` files, and folders that are searched for `patterns`; hidden files and
-            folders are passed over.
-        out: the folder to write. One that has the same content already is kept.
+            folders are skipped.
+        out: the folder to write. A folder that has the same content already is kept.
         source: "python-stdlib", the sources of the running interpreter's own library, in place of `paths`.
         hub: a dataset that the `datasets` library loads, NAME or NAME:CONFIG, in place of `paths`.
-        split: of that dataset.
+        split: the split of that dataset.
         tokenizer: "bytes"; "chars" for the characters that occur in the text; or a file or folder as
             `load_tokenizer` takes it.
         text_field: the field or column that holds the text.
         patterns: which file names are taken from folders; files that are named in `paths` always are.
         shard_tokens: the most tokens in one shard.
-        seed: of the order of files.
+        seed: the seed of the order of files.
         force: replace a prepared folder that has other content.
-        processes: how many encode; None for as many as there are CPUs for this process. They are spawned: a script
+        processes: how many processes encode; None for one per CPU that this process may use. They are spawned: a script
             that calls this must do so under `if __name__ == "__main__":`.
-        on_progress: told how far the work has come, after every unit of it.
+        on_progress: called after every unit with the progress of the work.
         clock: seconds, monotonic.
         unit_bytes: the least text that one process encodes at a time.
 
@@ -184,8 +179,13 @@ def prepare(
     inputs, skipped = choose_inputs(
         paths, source=source, hub=hub, split=split, patterns=patterns, text_field=text_field
     )
-    remove_leftovers(folder)
-    inputs.sort(key=lambda each: _place(each.name, seed))
+    recover(FileSystem(), folder)
+
+    def place(each: Input) -> tuple[bytes, str]:
+        name = f"{seed}:{each.name}".encode(errors="surrogateescape")
+        return hashlib.blake2b(name, digest_size=8).digest(), each.name
+
+    inputs.sort(key=place)
     encoder = None if tokenizer == CHARACTERS else load_tokenizer(tokenizer)
     recipe = {
         "origin": source or hub or "files",
@@ -202,162 +202,17 @@ def prepare(
     if existing is not None:
         return _summary(existing, encoded_bytes=0, already_prepared=True)
     try:
-        with PartialFolder(folder) as work:
-            encoded_bytes = _make(job, encoder, work)
-            publish(work.files, folder, replace=force)
-            work.forget()
+        with StagingFolder(folder) as staging:
+            encoded_bytes = _write_shards(job, encoder, staging)
+            publish_folder(FileSystem(), staging.files, folder, replace=force and is_prepared(folder))
+            staging.remove_journal()
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
     return _summary(ShardSet(folder), encoded_bytes=encoded_bytes, already_prepared=False)
 
 
-def _place(name: str, seed: int) -> tuple[bytes, str]:
-    return hashlib.blake2b(f"{seed}:{name}".encode(errors="surrogateescape"), digest_size=8).digest(), name
-
-
 def _checksum(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _prepared_before(folder: Path, job: _Job, force: bool) -> ShardSet | None:
-    """The shards at `folder` if they are those wanted, None if it is to be written; otherwise DataError."""
-    try:
-        if not folder.exists() or (force and is_prepared(folder)):
-            return None
-        if folder.is_dir() and not any(folder.iterdir()):
-            _give_way(folder)
-            return None
-        existing = _same_content(folder, job)
-    except OSError as error:
-        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
-    _remove_notes(folder)
-    return existing
-
-
-def _give_way(empty: Path) -> None:
-    """Remove an empty folder, whose place the finished one takes. That it cannot is better known before the work."""
-    try:
-        empty.rmdir()
-    except OSError as error:
-        raise DataError(
-            f"{empty}: the finished folder cannot take the place of this empty one ({error.strerror}), as it may be a "
-            f"mount point or the working folder; name a new folder inside it"
-        ) from error
-
-
-def _remove_notes(folder: Path) -> None:
-    """Remove what a preparation has left that was killed when all was done but that."""
-    if is_resumable(folder):
-        # Another process may be about to replace the folder, or nobody may write here: neither matters to this one.
-        with suppress(DataError, OSError), PartialFolder(folder) as work:
-            work.forget()
-
-
-def _same_content(folder: Path, job: _Job) -> ShardSet:
-    """The shards at `folder` if they are those wanted; otherwise DataError."""
-    if not is_prepared(folder):
-        raise DataError(f"{folder}: exists and is not a prepared folder; choose another one for the output")
-    existing = ShardSet(folder)
-    differing = [name for name, value in job.recipe.items() if existing.source.get(name) != value]
-    if not differing and existing.source.get("content") == _content(job, cut_rule(existing.tokenizer)):
-        return existing
-    raise DataError(
-        f"{folder}: is prepared already, with another {' and '.join(differing or ['content'])}; replace it with "
-        f"--force or choose another folder for the output"
-    )
-
-
-def _content(job: _Job, rule: CutRule) -> str:
-    content = b""
-    with closing(job.results("checking", checksum_unit, job.units(rule))) as results:
-        for _, checksum in results:
-            content = _chained(content, checksum)
-    return content.hex()
-
-
-def _chained(content: bytes, checksum: bytes) -> bytes:
-    return hashlib.sha256(content + checksum).digest()
-
-
-def _make(job: _Job, encoder: Tokenizer | None, work: PartialFolder) -> int:
-    """Write the files; returns the bytes of text that were encoded."""
-    try:
-        start = _go_on(job, encoder, work) or _begin(job, encoder, work)
-        with closing(start.files):
-            return _encode(job, start, work) - start.text_bytes
-    except ProcessLostError:
-        raise
-    except DataError:
-        work.forget()  # the inputs must change, and another run cannot go on with changed ones
-        raise
-
-
-@dataclass(frozen=True)
-class _Start:
-    tokenizer: Tokenizer
-    files: ShardFiles
-    position: Position = BEGINNING
-    content: bytes = b""
-    text_bytes: int = 0
-
-
-def _go_on(job: _Job, encoder: Tokenizer | None, work: PartialFolder) -> _Start | None:
-    """Where a run of the same job has stopped; None if there was none."""
-    journal = work.journal()
-    if journal is None or journal["job"] != job.identity:
-        return None
-    try:
-        tokenizer = encoder or tokenizer_from_spec(json.loads((work.path / _SPEC).read_bytes()))
-        files = ShardFiles(
-            work.files, tokenizer=tokenizer, shard_tokens=job.recipe["shard_tokens"], state=journal["files"]
-        )
-    except OSError:
-        return None  # somebody has been here: what is left is worth no more than nothing
-    content = bytes.fromhex(journal["content"])
-    return _Start(tokenizer, files, Position(*journal["next"]), content, journal["text_bytes"])
-
-
-def _begin(job: _Job, encoder: Tokenizer | None, work: PartialFolder) -> _Start:
-    work.clear()
-    tokenizer = encoder or _corpus_characters(job)
-    if encoder is None:
-        work.keep(_SPEC, json.dumps(tokenizer.spec()).encode())
-    return _Start(tokenizer, ShardFiles(work.files, tokenizer=tokenizer, shard_tokens=job.recipe["shard_tokens"]))
-
-
-def _corpus_characters(job: _Job) -> CorpusCharTokenizer:
-    found: set[str] = set()
-    with closing(job.results("characters", characters_of_unit, job.units("characters"))) as results:
-        for _, characters in results:
-            found.update(characters)
-    return CorpusCharTokenizer(found)
-
-
-def _encode(job: _Job, start: _Start, work: PartialFolder) -> int:
-    """Write the rest of the files; returns the bytes of text in all of them."""
-    files, content, text_bytes = start.files, start.content, start.text_bytes
-    task = partial(encode_unit, tokenizer=start.tokenizer)
-    noted = job.clock()
-    with closing(job.results("encoding", task, job.units(cut_rule(start.tokenizer), start.position))) as results:
-        for unit, encoded in results:
-            files.append(encoded.ids, encoded.ends)
-            content = _chained(content, encoded.checksum)
-            text_bytes += encoded.size
-            if job.clock() - noted >= _SECONDS_BETWEEN_NOTES:
-                work.note(
-                    {
-                        "job": job.identity,
-                        "next": [unit.next.number, unit.next.offset],
-                        "content": content.hex(),
-                        "text_bytes": text_bytes,
-                        "files": files.saved(),
-                    }
-                )
-                noted = job.clock()
-    if not files.tokens:
-        raise DataError("all documents are empty: there is nothing to train on")
-    files.finish({**job.recipe, "content": content.hex(), "text_bytes": text_bytes})
-    return text_bytes
 
 
 def _summary(shards: ShardSet, *, encoded_bytes: int, already_prepared: bool) -> PreparedSummary:
@@ -372,3 +227,150 @@ def _summary(shards: ShardSet, *, encoded_bytes: int, already_prepared: bool) ->
         skipped=int(shards.source["skipped"]),
         already_prepared=already_prepared,
     )
+
+
+# ---------------------------------------------------------------------- a folder that is already there
+
+
+def _prepared_before(folder: Path, job: _Job, force: bool) -> ShardSet | None:
+    """The shards at `folder` if they have the wanted content, None if the folder is to be written; else DataError."""
+    try:
+        if not folder.exists() or (force and is_prepared(folder)):
+            return None
+        if folder.is_dir() and not any(folder.iterdir()):
+            _remove_empty(folder)
+            return None
+        if not is_prepared(folder):
+            raise DataError(f"{folder}: exists and is not a prepared folder; choose another one for the output")
+        existing = ShardSet(folder)
+        differing = [name for name, value in job.recipe.items() if existing.source.get(name) != value]
+        if not differing and existing.source.get("content") != _content(job, cut_rule(existing.tokenizer)):
+            differing = ["content"]
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
+    if differing:
+        raise DataError(
+            f"{folder}: is prepared already, with another {' and '.join(differing)}; replace it with --force or choose "
+            f"another folder for the output"
+        )
+    # A preparation that was killed after the folder was published has left its journal.
+    if is_resumable(folder):
+        # Another process may be about to replace the folder, or nobody may write here: neither matters to this one.
+        with suppress(DataError, OSError), StagingFolder(folder) as staging:
+            staging.remove_journal()
+    return existing
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove an empty folder, whose place the finished one takes. If that fails, it is better to know it now."""
+    try:
+        folder.rmdir()
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the finished folder cannot take the place of this empty one ({error.strerror}), as it may be a "
+            f"mount point or the working folder; name a new folder inside it"
+        ) from error
+
+
+def _content(job: _Job, rule: CutRule) -> str:
+    """The checksum of all text: a chain over the checksums of the units, as `_encode` makes it."""
+    content = b""
+    with closing(job.results("checking", checksum_unit, rule)) as results:
+        for _, checksum in results:
+            content = hashlib.sha256(content + checksum).digest()
+    return content.hex()
+
+
+# ---------------------------------------------------------------------- writing
+
+
+@dataclass
+class _State:
+    """How far the encoding has come: all units before `position` are in `files`."""
+
+    tokenizer: Tokenizer
+    files: ShardFiles
+    position: Position = BEGINNING
+    content: bytes = b""
+    text_bytes: int = 0
+
+
+def _write_shards(job: _Job, encoder: Tokenizer | None, staging: StagingFolder) -> int:
+    """Write the files of the set; returns the bytes of text that were encoded here.
+
+    Args:
+        encoder: None for the characters of the text.
+    """
+    try:
+        state = _resumed(job, encoder, staging) or _started(job, encoder, staging)
+        before = state.text_bytes
+        with closing(state.files):
+            _encode(job, state, staging)
+        return state.text_bytes - before
+    except ProcessLostError:
+        raise
+    except DataError:
+        # The inputs must change, and the work cannot continue with changed inputs.
+        staging.remove_journal()
+        raise
+
+
+def _resumed(job: _Job, encoder: Tokenizer | None, staging: StagingFolder) -> _State | None:
+    """The state in the journal of an equal job; None if there is none that can be used."""
+    journal = staging.read_journal()
+    if journal is None or journal["job"] != job.identity:
+        return None
+    try:
+        tokenizer = encoder or tokenizer_from_spec(json.loads((staging.path / _SPEC).read_bytes()))
+        files = ShardFiles(
+            staging.files, tokenizer=tokenizer, shard_tokens=job.recipe["shard_tokens"], state=journal["files"]
+        )
+    except OSError:
+        return None  # a file has been removed or shortened
+    return _State(
+        tokenizer=tokenizer,
+        files=files,
+        position=Position(*journal["next"]),
+        content=bytes.fromhex(journal["content"]),
+        text_bytes=journal["text_bytes"],
+    )
+
+
+def _started(job: _Job, encoder: Tokenizer | None, staging: StagingFolder) -> _State:
+    """The state at the beginning, with nothing left of other work."""
+    staging.clear()
+    tokenizer = encoder
+    if tokenizer is None:
+        found: set[str] = set()
+        with closing(job.results("characters", characters_of_unit, "characters")) as results:
+            for _, characters in results:
+                found.update(characters)
+        tokenizer = CorpusCharTokenizer(found)
+        staging.write(_SPEC, json.dumps(tokenizer.spec()).encode())  # so that a later run need not collect them again
+    return _State(tokenizer, ShardFiles(staging.files, tokenizer=tokenizer, shard_tokens=job.recipe["shard_tokens"]))
+
+
+def _encode(job: _Job, state: _State, staging: StagingFolder) -> None:
+    """Write the rest of the files, with a journal every few seconds."""
+    task = partial(encode_unit, tokenizer=state.tokenizer)
+    journal_written = job.clock()
+    with closing(job.results("encoding", task, cut_rule(state.tokenizer), state.position)) as results:
+        for unit, encoded in results:
+            state.files.append(encoded.ids, encoded.ends)
+            state.position = unit.next
+            state.content = hashlib.sha256(state.content + encoded.checksum).digest()
+            state.text_bytes += encoded.size
+            if job.clock() - journal_written >= _SECONDS_BETWEEN_JOURNALS:
+                staging.write_journal(
+                    {
+                        "job": job.identity,
+                        "next": [state.position.number, state.position.offset],
+                        "content": state.content.hex(),
+                        "text_bytes": state.text_bytes,
+                        "files": state.files.state_dict(),
+                    }
+                )
+                journal_written = job.clock()
+    if not state.files.tokens:
+        raise DataError("all documents are empty: there is nothing to train on")
+    state.files.finish({**job.recipe, "content": state.content.hex(), "text_bytes": state.text_bytes})

@@ -1,4 +1,4 @@
-"""Several processes at work on one list of units; the results come in the order of the list."""
+"""Several processes that work on one list of units; the results come in the order of the list."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from itertools import chain, islice
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from speedtronic.data.prepare.work_units import Unit
+from speedtronic.data.prepare.encode import Unit
 from speedtronic.errors import DataError
 
 R = TypeVar("R")
 
-_WORTH_PROCESSES = 4  # units; fewer are done before processes have started
+_DONE_HERE = 4  # units; so few are done before other processes have started
 _IN_FLIGHT = 2  # units for each process
 
 
@@ -36,43 +36,41 @@ def available_cpus() -> int:
     return os.cpu_count() or 1
 
 
-def in_order(task: Callable[[Unit], R], units: Iterable[Unit], *, processes: int) -> Generator[tuple[Unit, R]]:
-    """Each unit with what `task` makes of it, in the order of the units.
+def map_in_order(task: Callable[[Unit], R], units: Iterable[Unit], *, processes: int) -> Generator[tuple[Unit, R]]:
+    """Each unit with the result of `task` for it, in the order of the units.
 
-    With one process, or for a few units, the work is done here. Units are asked for as they are needed: a few are
-    in flight for each process. Closing the iterator ends the processes, and so does the end of this one, however
-    it comes.
+    With one process, or for a few units, the work is done in this process. Units are taken from the iterable when they
+    are needed: a few are in flight for each process. The processes end when the iterator is closed, and also when this
+    process ends, in whatever way.
 
     Args:
-        task: can be sent to another process, as its results and errors can; called with no parallelism of its own.
-        units: read in this process.
+        task: can be sent to another process, as its results and errors can; runs without threads of its own.
+        units: iterated in this process.
         processes: at least 1.
 
     Raises:
         ProcessLostError: a process was killed, or could not start.
     """
     units = iter(units)
-    first = list(islice(units, _WORTH_PROCESSES + 1))
+    first = list(islice(units, _DONE_HERE + 1))
     units = chain(first, units)
-    if processes == 1 or len(first) <= _WORTH_PROCESSES:
+    if processes == 1 or len(first) <= _DONE_HERE:
         with _one_thread_for_tokenizers():
             for unit in units:
                 yield unit, task(unit)
-    else:
-        yield from _by_processes(task, units, processes)
+        return
 
-
-def _by_processes(task: Callable[[Unit], R], units: Iterable[Unit], processes: int) -> Iterator[tuple[Unit, R]]:
     context = multiprocessing.get_context("spawn")
-    # Nothing is ever sent: that this end is closed, or gone with its process, tells the workers to end.
-    listening, held = context.Pipe(duplex=False)
-    executor = ProcessPoolExecutor(processes, context, initializer=_start, initargs=(task, listening))
+    # Nothing is ever sent through this pipe. When this end is closed, or gone with its process, the workers end.
+    watched_end, held_end = context.Pipe(duplex=False)
+    executor = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(task, watched_end))
     pending: deque[tuple[Unit, Future[R]]] = deque()
     try:
         for unit in units:
-            with _signals_held_back():
+            with _signals_blocked():  # a worker may start here
                 pending.append((unit, executor.submit(_run, unit)))
             if len(pending) == _IN_FLIGHT * processes:
+                # Enough is in flight: wait for the oldest unit before the next one is submitted.
                 unit, future = pending.popleft()
                 yield unit, future.result()
         for unit, future in pending:
@@ -83,9 +81,9 @@ def _by_processes(task: Callable[[Unit], R], units: Iterable[Unit], processes: i
             "(a script that prepares data must do so under `if __name__ == '__main__':`)"
         ) from error
     finally:
-        held.close()
+        held_end.close()  # first, so that the shutdown does not wait for work that nobody needs
         executor.shutdown(cancel_futures=True)
-        listening.close()
+        watched_end.close()
 
 
 @contextmanager
@@ -104,17 +102,17 @@ def _one_thread_for_tokenizers() -> Iterator[None]:
 if sys.platform == "win32":
 
     @contextmanager
-    def _signals_held_back() -> Iterator[None]:
-        """Windows has no signal masks; `_start` makes a worker deaf to Ctrl-C."""
+    def _signals_blocked() -> Iterator[None]:
+        """Windows has no signal masks. There `_start_worker` makes a worker ignore Ctrl-C."""
         yield
 
 else:
     from multiprocessing import resource_tracker
 
     @contextmanager
-    def _signals_held_back() -> Iterator[None]:
-        """What starts here is deaf to Ctrl-C and SIGTERM from its first moment: a worker ends with its parent."""
-        resource_tracker.ensure_running()  # which would lift the mask, if it were started below
+    def _signals_blocked() -> Iterator[None]:
+        """A process that starts in this block never receives Ctrl-C and SIGTERM. A worker ends with its parent."""
+        resource_tracker.ensure_running()  # if it were started in the block, it would lift the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             yield
@@ -125,17 +123,16 @@ else:
 _task: Callable[[Unit], Any]
 
 
-def _start(task: Callable[[Unit], Any], parent: Connection) -> None:
+def _start_worker(task: Callable[[Unit], Any], watched_end: Connection) -> None:
+    def end_with_parent() -> None:
+        watched_end.poll(None)  # returns when the other end is closed
+        os._exit(1)
+
     global _task
     _task = task
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: Connection) -> None:
-    parent.poll(None)
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _run(unit: Unit) -> Any:

@@ -1,7 +1,7 @@
-"""Where text comes from: text files, JSON lines, Parquet files, datasets in the manner of Hugging Face.
+"""Where text comes from: text files, JSON lines, Parquet files, datasets of the `datasets` library.
 
-An *input* is a file or a dataset of one or many documents. It can be read from any of its *offsets* in *spans*
-of bounded size, which other processes can turn into text; where the spans lie depends on the input alone.
+An *input* is a file or a dataset of one or many documents. From any of its *offsets* on it can be read in *chunks* of
+bounded size, which other processes can turn into text. Where the chunks lie depends only on the input.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from speedtronic.data.text import check_text_file, read_pieces, whole_characters
-from speedtronic.data.tokenizers.cutting import CutRule, find_cut
+from speedtronic.data.tokenizers.chunking import CutRule, find_cut
 from speedtronic.errors import DataError, MissingExtraError
 
 PYTHON_STDLIB = "python-stdlib"
@@ -33,7 +33,7 @@ _LOOKED_FOR_A_LINE = 64 * 2**10
 _ROWS_AT_ONCE = 1024
 
 
-class Span(Protocol):
+class Chunk(Protocol):
     """A piece of an input, small enough for one process to hold. It can be sent to another process."""
 
     @property
@@ -52,7 +52,7 @@ class Span(Protocol):
         """Its content, for a checksum. Raises DataError when it cannot be read."""
 
     def texts(self, raw: bytes) -> list[str]:
-        """The texts in its content. Raises DataError, naming the place, for what is no text."""
+        """The texts in its content. Raises DataError, naming the place, for what is not text."""
 
 
 class Input(Protocol):
@@ -60,7 +60,7 @@ class Input(Protocol):
 
     @property
     def name(self) -> str:
-        """By this it is put in order: it does not depend on where the input lies."""
+        """Inputs are ordered by it. It does not depend on where the input lies."""
 
     @property
     def size(self) -> int:
@@ -72,14 +72,17 @@ class Input(Protocol):
 
     @property
     def stamp(self) -> str:
-        """What differs when the input has been changed since."""
+        """It changes when the input is changed."""
 
-    def spans(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Span, int]]:
-        """Spans of about `size` bytes from `offset` on, each with the offset behind it."""
+    def chunks(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Chunk, int]]:
+        """Chunks of about `size` bytes from `offset` on, each with the offset behind it."""
+
+
+# ---------------------------------------------------------------------- text files
 
 
 @dataclass(frozen=True)
-class FileSpan:
+class TextChunk:
     """The bytes start … stop − 1 of a text file, which are whole characters."""
 
     path: Path
@@ -116,24 +119,24 @@ class TextFile:
     def length(self) -> int:
         return self.size
 
-    def spans(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Span, int]]:
+    def chunks(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Chunk, int]]:
         if offset < self.size <= offset + size:  # most files: no need to look into it
-            yield FileSpan(self.path, offset, self.size, ends_documents=True), self.size
+            yield TextChunk(self.path, offset, self.size, ends_documents=True), self.size
             return
         with self.path.open("rb") as file:
             while offset < self.size:
-                start, offset = offset, self._stop(file, offset, size, rule)
-                yield FileSpan(self.path, start, offset, ends_documents=offset == self.size), offset
+                start, offset = offset, self.size
+                # Cut where the rule allows it, unless the rest is small enough for one chunk.
+                if start + size < self.size and (cut := find_cut(file, start + size, rule)) is not None:
+                    offset = min(cut, self.size)
+                yield TextChunk(self.path, start, offset, ends_documents=offset == self.size), offset
 
-    def _stop(self, file: BinaryIO, start: int, size: int, rule: CutRule) -> int:
-        if self.size - start <= size:
-            return self.size
-        cut = find_cut(file, start + size, rule)
-        return self.size if cut is None else min(cut, self.size)
+
+# ---------------------------------------------------------------------- JSON lines
 
 
 @dataclass(frozen=True)
-class LinesSpan:
+class LinesChunk:
     """The lines that begin at the bytes start … stop − 1 of a file of JSON lines."""
 
     path: Path
@@ -156,7 +159,7 @@ class LinesSpan:
 
     def texts(self, raw: bytes) -> list[str]:
         texts = []
-        # Some programs begin every file of UTF-8 with its mark.
+        # Some programs begin every UTF-8 file with a byte order mark.
         lines = raw.removeprefix(codecs.BOM_UTF8) if self.start == 0 else raw
         for number, line in enumerate(lines.split(b"\n")):
             if not line.strip():
@@ -169,25 +172,29 @@ class LinesSpan:
                 texts.append(text)
         return texts
 
-    def _text(self, line: bytes) -> str:
+    def _text(self, line: bytes) -> str | None:
         try:
             record = json.loads(line.decode("utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"not valid JSON ({error.msg} at column {error.colno})") from error
         if not isinstance(record, dict) or not isinstance(text := record.get(self.text_field, 0), str | None):
             raise ValueError(f"not an object with a text {self.text_field!r}; choose the field with --text-field")
-        text = text or ""
-        text.encode("utf-8")  # an escape such as \ud800 spells what is no character
+        if text is not None:
+            text.encode("utf-8")  # fails for an escape such as \\ud800, which is not a character
         return text
 
     def _line(self, number: int) -> int:
-        before = sum(piece.count(b"\n") for piece in _blocks(self.path, self.start))
+        """The number in the file, from 1, of a line of this chunk. It is only needed for messages."""
+        before = 0
+        with self.path.open("rb") as file:
+            for start in range(0, self.start, _READ_AT_ONCE):
+                before += file.read(min(_READ_AT_ONCE, self.start - start)).count(b"\n")
         return before + number + 1
 
 
 @dataclass(frozen=True)
 class JsonLines:
-    """A file of JSON objects, one a line: each object's text is a document; empty ones and nulls are passed over."""
+    """A file of JSON objects, one a line. Each object's text is a document; empty texts and nulls are skipped."""
 
     name: str
     path: Path
@@ -199,25 +206,27 @@ class JsonLines:
     def length(self) -> int:
         return self.size
 
-    def spans(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Span, int]]:
+    def chunks(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Chunk, int]]:
         with self.path.open("rb") as file:
             while offset < self.size:
-                start, offset = offset, self._stop(file, offset + size)
-                yield LinesSpan(self.path, start, offset, self.text_field), offset
+                start = offset
+                # A chunk ends with the line that holds its last byte.
+                position = start + size - 1
+                file.seek(position)
+                offset = self.size
+                while block := file.read(_LOOKED_FOR_A_LINE):
+                    if (found := block.find(b"\n")) >= 0:
+                        offset = min(position + found + 1, self.size)
+                        break
+                    position += len(block)
+                yield LinesChunk(self.path, start, offset, self.text_field), offset
 
-    def _stop(self, file: BinaryIO, position: int) -> int:
-        """The end of the line that holds the byte before `position`."""
-        position -= 1
-        file.seek(position)
-        while block := file.read(_LOOKED_FOR_A_LINE):
-            if (found := block.find(b"\n")) >= 0:
-                return min(position + found + 1, self.size)
-            position += len(block)
-        return self.size
+
+# ---------------------------------------------------------------------- tables
 
 
 @dataclass(frozen=True)
-class RowsSpan:
+class RowsChunk:
     """Documents that have been read already."""
 
     origin: str
@@ -235,7 +244,7 @@ class RowsSpan:
 
 
 class _Table(ABC):
-    """Rows with a column of text: each row a document; empty ones and nulls are passed over."""
+    """Rows with a column of text. Each row is a document; empty texts and nulls are skipped."""
 
     name: str
     length: int
@@ -244,7 +253,7 @@ class _Table(ABC):
     def _batches(self, offset: int) -> Iterator[list[str | None]]:
         """The texts from row `offset` on."""
 
-    def spans(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Span, int]]:
+    def chunks(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Chunk, int]]:
         rows: list[str] = []
         first, filled = offset, 0
         for row, text in enumerate(chain.from_iterable(self._batches(offset)), offset):
@@ -252,13 +261,10 @@ class _Table(ABC):
                 rows.append(text)
                 filled += len(text)
             if filled >= size:
-                yield RowsSpan(self._origin(first), tuple(rows), filled), row + 1
+                yield RowsChunk(f"{self.name}, from row {first} on", tuple(rows), filled), row + 1
                 rows, first, filled = [], row + 1, 0
         if rows:
-            yield RowsSpan(self._origin(first), tuple(rows), filled), self.length
-
-    def _origin(self, row: int) -> str:
-        return f"{self.name}, from row {row} on"
+            yield RowsChunk(f"{self.name}, from row {first} on", tuple(rows), filled), self.length
 
 
 @dataclass(frozen=True)
@@ -274,23 +280,21 @@ class ParquetFile(_Table):
 
     def _batches(self, offset: int) -> Iterator[list[str | None]]:
         with _opened_parquet(self.path) as file:
-            first = 0
+            first = 0  # the first row of the row group
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
-                if first + rows > offset:
-                    yield from self._batches_of_group(file, group, max(offset - first, 0))
+                skipped = max(offset - first, 0)
+                if skipped < rows:
+                    for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[self.text_field]):
+                        if skipped < len(batch):
+                            yield batch.column(0)[skipped:].to_pylist()
+                        skipped = max(skipped - len(batch), 0)
                 first += rows
-
-    def _batches_of_group(self, file: Any, group: int, skipped: int) -> Iterator[list[str | None]]:
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[self.text_field]):
-            if skipped < len(batch):
-                yield batch.column(0)[skipped:].to_pylist()
-            skipped = max(skipped - len(batch), 0)
 
 
 @dataclass(frozen=True)
 class HubDataset(_Table):
-    """A split of a dataset that the `datasets` library has loaded."""
+    """A split of a dataset, loaded by the `datasets` library."""
 
     name: str
     size: int
@@ -302,6 +306,9 @@ class HubDataset(_Table):
     def _batches(self, offset: int) -> Iterator[list[str | None]]:
         for start in range(offset, self.length, _ROWS_AT_ONCE):
             yield list(self.dataset[start : start + _ROWS_AT_ONCE][self.text_field])
+
+
+# ---------------------------------------------------------------------- finding inputs
 
 
 def choose_inputs(
@@ -319,16 +326,16 @@ def choose_inputs(
         paths: files and folders, as for `find_inputs`.
         source: "python-stdlib", the sources of the running interpreter's own library.
         hub: a dataset, as for `hub_dataset`.
-        split: of that dataset.
+        split: the split of that dataset.
         patterns: which file names are taken from folders.
         text_field: the field or column that holds the text.
 
     Raises:
-        DataError: none or several of the three are given; otherwise as `find_inputs` and `hub_dataset`.
+        DataError: not exactly one of the three is given; otherwise as `find_inputs` and `hub_dataset`.
         MissingExtraError: a format whose library is not installed.
     """
     if source not in (None, PYTHON_STDLIB):
-        raise DataError(f"source {source!r} is unknown; the one built-in source is {PYTHON_STDLIB}")
+        raise DataError(f"source {source!r} is unknown; the only built-in source is {PYTHON_STDLIB}")
     if [bool(paths), bool(source), bool(hub)].count(True) != 1:
         raise DataError(f"name one thing to read: files and folders, the source {PYTHON_STDLIB}, or a dataset")
     try:
@@ -347,13 +354,13 @@ def find_inputs(
     patterns: Sequence[str] = DEFAULT_PATTERNS,
     text_field: str = "text",
 ) -> list[Input]:
-    """The non-empty inputs that paths name, each once, in a fixed order.
+    """The non-empty inputs at given paths, each once, in a fixed order.
 
     `.jsonl` and `.parquet` files are read as such, every other file as one document of text.
 
     Args:
-        paths: files, and folders that are searched for `patterns`; hidden files and folders are passed over, and links
-            are followed.
+        paths: files, and folders that are searched for `patterns`; hidden files and folders are skipped, links are
+            followed.
         patterns: which file names are taken from folders; files that are named in `paths` always are.
         text_field: the field of JSON lines and the column of Parquet files that holds the text.
 
@@ -364,47 +371,69 @@ def find_inputs(
     """
     files: dict[str, tuple[str, Path]] = {}
     for path in map(Path, paths):
-        found = _in_folder(path, patterns) if path.is_dir() else [(path.name, path)]
+        found = [(path.name, path)]
+        if path.is_dir():
+            # The names of files in a folder begin with the folder's own.
+            root = path.resolve().name
+            found = [
+                (f"{root}/{file.relative_to(path).as_posix()}", file)
+                for file in _walk(path)
+                if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in patterns)
+            ]
         if not found:
             raise DataError(f"{path}: no file in this folder matches {' '.join(patterns)}; choose with --pattern")
         # A file that is named twice, or named and inside a named folder, is read once.
         files.update((os.path.realpath(file), (name, file)) for name, file in found)
-    filled = [(name, path) for name, path in files.values() if not _is_empty(path)]
-    if not filled:
+    inputs: list[Input] = []
+    for name, path in files.values():
+        if _is_empty(path):
+            continue
+        match path.suffix.lower():
+            case ".parquet":
+                inputs.append(_parquet_file(name, path, text_field))
+            case ".jsonl":
+                file = text_file(path, name)
+                inputs.append(JsonLines(file.name, file.path, file.size, file.stamp, text_field))
+            case _:
+                inputs.append(text_file(path, name))
+    if not inputs:
         raise DataError(f"{', '.join(map(str, paths))}: all files are empty")
-    return [_input(name, path, text_field) for name, path in filled]
+    return inputs
 
 
 def text_file(path: Path, name: str) -> TextFile:
-    """A text file under a name of its own. Raises DataError for what is none, or empty."""
+    """A text file, under a given name. Raises DataError for an empty file, or for anything else."""
     return TextFile(name, path, check_text_file(path), _stamp(path))
 
 
 def texts(inputs: Iterable[Input]) -> Iterator[str]:
-    """The text of every document, in pieces of a few MB at most unless a document in a table is larger.
+    """The text of every document, in pieces of a few MB at most, unless a document in a table is larger.
 
     Raises:
-        DataError: what is not UTF-8 or not a record with a text, with its place.
+        DataError: naming the place of what is not UTF-8 or not a record with a text.
     """
     for each in inputs:
-        for span, _ in each.spans(0, _READ_AT_ONCE, "characters"):
-            yield from span.texts(span.raw())
+        for chunk, _ in each.chunks(0, _READ_AT_ONCE, "characters"):
+            yield from chunk.texts(chunk.raw())
 
 
 def library_sources() -> tuple[list[Input], int]:
-    """Python's library sources, and how many were left out: fixtures of its tests that are not UTF-8."""
+    """The sources of Python's library, and how many were left out: fixtures of its tests that are not UTF-8."""
     library = Path(sysconfig.get_path("stdlib"))
     inputs: list[Input] = []
     skipped = 0
     for path in _walk(library, _NOT_LIBRARY) if library.is_dir() else ():
         if path.suffix != ".py" or _is_empty(path):
             continue
-        if _is_utf8(path):
-            inputs.append(text_file(path, path.relative_to(library).as_posix()))
-        else:
+        try:
+            for _ in read_pieces(path):
+                pass
+        except DataError:
             skipped += 1
+            continue
+        inputs.append(text_file(path, path.relative_to(library).as_posix()))
     if not inputs:
-        raise DataError(f"{library}: this Python keeps no library sources there; name files or folders instead")
+        raise DataError(f"{library}: this Python has no library sources there; name files or folders instead")
     return inputs, skipped
 
 
@@ -428,7 +457,7 @@ def hub_dataset(name: str, *, split: str, text_field: str = "text") -> Input:
     path, config = (name, None) if Path(name).exists() or ":" not in name else name.rsplit(":", 1)
     try:
         dataset = datasets.load_dataset(path, config, split=split)
-    # The library raises its own errors, those of the network, of file systems and of parsers.
+    # The library raises errors of its own, of the network, of file systems and of parsers.
     except Exception as error:  # noqa: BLE001 - each says what it could not load
         raise DataError(f"dataset {name}, split {split}: {str(error).strip() or type(error).__name__}") from error
     _check_column(dataset.features.arrow_schema, text_field, f"dataset {name}")
@@ -440,16 +469,6 @@ def hub_dataset(name: str, *, split: str, text_field: str = "text") -> Input:
         text_field=text_field,
         dataset=dataset,
     )
-
-
-def _input(name: str, path: Path, text_field: str) -> Input:
-    match path.suffix.lower():
-        case ".jsonl":
-            file = text_file(path, name)
-            return JsonLines(file.name, file.path, file.size, file.stamp, text_field)
-        case ".parquet":
-            return _parquet_file(name, path, text_field)
-    return text_file(path, name)
 
 
 def _stamp(path: Path) -> str:
@@ -497,24 +516,19 @@ def _is_empty(path: Path) -> bool:
     return path.is_file() and path.stat().st_size == 0
 
 
-def _in_folder(folder: Path, patterns: Sequence[str]) -> list[tuple[str, Path]]:
-    root = folder.resolve().name
-    return [
-        (f"{root}/{path.relative_to(folder).as_posix()}", path)
-        for path in _walk(folder)
-        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns)
-    ]
-
-
 def _walk(folder: Path, omitted: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Regular files below `folder` in a fixed order, without hidden ones and the folders `omitted`.
 
     Links to folders are followed, to each folder once. Raises OSError for a folder that cannot be read.
     """
+
+    def fail(error: OSError) -> None:  # by default `os.walk` passes over such folders
+        raise error
+
     seen = {os.path.realpath(folder)}
-    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+    for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         wanted = sorted(name for name in folders if not name.startswith(".") and name not in omitted)
-        folders.clear()
+        folders.clear()  # `os.walk` visits what is left in this list
         for name in wanted:
             place = os.path.realpath(os.path.join(parent, name))
             if place not in seen:
@@ -522,19 +536,6 @@ def _walk(folder: Path, omitted: frozenset[str] = frozenset()) -> Iterator[Path]
             seen.add(place)
         paths = (Path(parent, name) for name in sorted(files) if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        for _ in read_pieces(path):
-            pass
-    except DataError:
-        return False
-    return True
 
 
 def _read_range(path: Path, start: int, stop: int) -> bytes:
@@ -545,11 +546,5 @@ def _read_range(path: Path, start: int, stop: int) -> bytes:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) != stop - start:
-        raise DataError(f"{path}: has become shorter while it was read; start again when nothing writes to it")
+        raise DataError(f"{path}: has become shorter while it was read; start again when nothing changes it")
     return content
-
-
-def _blocks(path: Path, stop: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for start in range(0, stop, _READ_AT_ONCE):
-            yield file.read(min(_READ_AT_ONCE, stop - start))

@@ -1,18 +1,18 @@
-"""A byte-level BPE tokenizer from text."""
+"""Training a byte-level BPE tokenizer on text."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speedtronic.data.prepare.sources import DEFAULT_PATTERNS, choose_inputs, texts
-from speedtronic.data.tokenizers.cutting import encode_long
+from speedtronic.data.tokenizers.chunking import encode_long
 from speedtronic.data.tokenizers.huggingface import json_tokenizer
 from speedtronic.data.tokenizers.tiktoken import SEPARATOR
+from speedtronic.durable.files import FileSystem, replace_file
 from speedtronic.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SMALLEST_VOCABULARY = 257
 """The 256 bytes and the separator."""
 
 LARGEST_VOCABULARY = 2**22
-"""Published ones have up to some 260,000; the library ends the process when it cannot have the memory for more."""
+"""Published ones have up to some 260,000. The library ends the process when it gets no memory for more."""
 
 _SAMPLE = 2**20  # characters
 _LONG_WORD = 512  # characters
@@ -35,9 +35,9 @@ class TrainedTokenizer:
 
     Attributes:
         path: the file.
-        vocab_size: ids of the tokenizer; fewer than were asked for when the text has no more pairs that repeat.
+        vocab_size: ids of the tokenizer; fewer than requested when no more pairs of the text repeat.
         text_bytes: bytes of UTF-8 text that it was trained on.
-        bytes_per_token: of the first MB of that text.
+        bytes_per_token: measured on the first MB of that text.
     """
 
     path: Path
@@ -61,24 +61,24 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Train a byte-level BPE tokenizer and write it as a JSON file of the `tokenizers` library.
 
-    As GPT-2's: text is split by its regular expression and its bytes are merged; any text can be encoded and comes
-    back as it was. The separator `<|endoftext|>` has id 0, the bytes the next 256. Pairs that occur once are not
-    merged. The text is streamed, and equal text in equal files gives an equal tokenizer, whatever the number of
-    threads. The file appears when it is complete.
+    It works like GPT-2's: a regular expression splits the text, and bytes are merged. Any text can be encoded, and
+    decoding gives the same text. The separator `<|endoftext|>` has id 0, the bytes have the next 256 ids. Pairs that
+    occur only once are not merged. The text is streamed. Equal text in equal files gives an equal tokenizer, for any
+    number of threads. The file appears when it is complete.
 
     Args:
         paths: text, JSON lines and Parquet files, and folders that are searched for `patterns`.
         out: the file to write.
         vocab_size: the most ids that it may have, from 257 to 4,194,304.
-        source, hub, split: what is read in place of `paths`, as for `prepare`.
+        source, hub, split: read in place of `paths`, as for `prepare`.
         patterns: which file names are taken from folders; files that are named in `paths` always are.
         text_field: the field or column that holds the text.
         force: replace a file at `out`.
         progress: show the library's own progress on the standard error.
 
     Raises:
-        DataError: nothing to read, text that is not UTF-8, a vocabulary of no such size, or a file that must be
-            kept or cannot be written.
+        DataError: nothing to read, text that is not UTF-8, a vocabulary that is too small or too large, or a file that
+            must be kept or cannot be written.
         MissingExtraError: `tokenizers` is not installed.
     """
     path = Path(out)
@@ -87,18 +87,22 @@ def train_tokenizer(
             f"a vocabulary of {vocab_size} is too small: {SMALLEST_VOCABULARY} hold the 256 bytes and the separator"
         )
     if vocab_size > LARGEST_VOCABULARY:
-        raise DataError(f"a vocabulary of {vocab_size} is too large: {LARGEST_VOCABULARY} are the most")
+        raise DataError(f"a vocabulary of {vocab_size} is too large: at most {LARGEST_VOCABULARY} are possible")
     if path.is_dir():
         raise DataError(f"{path}: is a folder; name the file to write, such as {path / 'tokenizer.json'}")
     if path.exists() and not force:
         raise DataError(f"{path}: exists already; replace it with --force or choose another file")
     inputs, _ = choose_inputs(paths, source=source, hub=hub, split=split, patterns=patterns, text_field=text_field)
-    text = _Sampled(texts(inputs))
+    text = _CountedText(texts(inputs))
     trained = _trained(text, vocab_size, progress).to_str(pretty=True)
     if not text.bytes:
         raise DataError("all documents are empty: there is nothing to train on")
     tokenizer = json_tokenizer(trained)
-    _write(path, trained)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(FileSystem(), path, trained.encode("utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
     tokens = len(encode_long(tokenizer, text.sample))
     return TrainedTokenizer(
         path=path,
@@ -108,8 +112,8 @@ def train_tokenizer(
     )
 
 
-class _Sampled:
-    """Text on its way through: how much it was, and how it began."""
+class _CountedText:
+    """Counts the text that passes through, and keeps its beginning as a sample."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
@@ -124,7 +128,7 @@ class _Sampled:
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """The text, divided within what has no end for long, such as encoded binary data: its pairs are still seen.
+    """The text, with very long words divided, such as encoded binary data. Their pairs are still counted.
 
     The time that the library needs for a word grows with the square of its length.
     """
@@ -153,19 +157,3 @@ def _trained(text: Iterable[str], vocab_size: int, progress: bool) -> tokenizers
     )
     tokenizer.train_from_iterator(text, trainer)
     return tokenizer
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from speedtronic.data.tokenizers.token_ids import UNMAPPED, check_id, utf8
+from speedtronic.data.tokenizers.base import UNMAPPED, check_id, utf8
 from speedtronic.errors import DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ SEPARATORS = (
     "<|im_end|>",
     "[SEP]",
 )
-"""Names of the token that ends a text; of those that a tokenizer has among its added tokens, the first is taken."""
+"""Names of the token that ends a text. The first one among a tokenizer's added tokens is its separator."""
 
 
 class JsonTokenizer:
     """A tokenizer as the `tokenizers` library describes it.
 
-    Text is always encoded as ordinary text: no special tokens are added, one that spells a special token does not
-    get its id, and truncation and padding that the description asks for are left out.
+    Text is always encoded as ordinary text: no special tokens are added, text that spells a special token does not
+    get its id, and truncation and padding in the description are ignored.
 
     Args:
         description: the parsed JSON.
@@ -49,12 +49,16 @@ class JsonTokenizer:
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
-        self._separator = _separator(description["added_tokens"])
-        plain = _plain(description, self._separator)
-        self.structure = _structure(plain)
+        added = description["added_tokens"]
+        self._separator = _separator(added)
+        # The separator must be special, so that it is not found in text. Truncation and padding would change the ids.
+        added = [{**token, "special": True} if token["content"] == self._separator else token for token in added]
+        plain = {**description, "added_tokens": added, "truncation": None, "padding": None}
+        model = {name: value for name, value in plain["model"].items() if name not in ("vocab", "merges")}
+        self.structure: dict[str, Any] = {**plain, "model": model}
         self._text = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
-        self._tokenizer = _built(self._text)
-        # Not part of the JSON: special tokens are not looked for in text.
+        self._tokenizer = _library_tokenizer(self._text)
+        # The JSON cannot say this: encode text that spells a special token as ordinary text.
         self._tokenizer.encode_special_tokens = True
         self._ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.separator_id = self._ids[self._separator]
@@ -72,16 +76,14 @@ class JsonTokenizer:
             for text in texts:
                 utf8(text)
             raise DataError(f"the `tokenizers` library cannot encode the text: {error}") from error
-        return [self._without_separators(np.array(encoding.ids, np.uint32)) for encoding in encodings]
-
-    def _without_separators(self, ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Some models know the separator as a word, or give its id to what they do not know."""
-        if (ids == self.separator_id).any():
+        arrays = [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        # Some models have the separator as a word, or use its id for unknown words.
+        if any((ids == self.separator_id).any() for ids in arrays):
             raise DataError(
-                f"the text has what this tokenizer takes for its separator {self._separator!r}, so that where a "
-                f"document ends could not be told; take it out of the text or choose another tokenizer"
+                f"this tokenizer encodes a part of the text as its separator {self._separator!r}, so the end of a "
+                f"document could not be recognised; remove that part or choose another tokenizer"
             )
-        return ids
+        return arrays
 
     def decode(self, ids: Iterable[int]) -> str:
         tokens = list(ids)
@@ -126,21 +128,18 @@ def json_tokenizer(text: str) -> JsonTokenizer:
         description = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"not JSON: {error}") from error
-    if not _is_description(description):
+    well_formed = (
+        isinstance(description, dict)
+        and isinstance(description.get("model"), dict)
+        and isinstance(tokens := description.get("added_tokens"), list)
+        and all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in tokens)
+    )
+    if not well_formed:
         raise DataError("not a tokenizer of the `tokenizers` library: it must have a model and a list added_tokens")
     decoder = description.get("decoder")
     if isinstance(decoder, dict) and decoder.get("type") == "ByteLevel":
         return ByteLevelTokenizer(description)
     return JsonTokenizer(description)
-
-
-def _is_description(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("model"), dict)
-        and isinstance(tokens := value.get("added_tokens"), list)
-        and all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in tokens)
-    )
 
 
 def _separator(added_tokens: Sequence[Mapping[str, Any]]) -> str:
@@ -155,19 +154,7 @@ def _separator(added_tokens: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _plain(description: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    """The description without what shortens and fills texts, and with a separator that is not looked for in text."""
-    tokens = description["added_tokens"]
-    marked = [{**token, "special": True} if token["content"] == separator else token for token in tokens]
-    return {**description, "added_tokens": marked, "truncation": None, "padding": None}
-
-
-def _structure(description: Mapping[str, Any]) -> dict[str, Any]:
-    small = {name: value for name, value in description["model"].items() if name not in ("vocab", "merges")}
-    return {**description, "model": small}
-
-
-def _built(text: str) -> tokenizers.Tokenizer:
+def _library_tokenizer(text: str) -> tokenizers.Tokenizer:
     try:
         import tokenizers
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Where nodes leave what they send each other: one narrow protocol, and a store for each kind of place."""
+"""The stores through which nodes exchange objects: one narrow protocol, and one file for each kind of store."""
 
 from __future__ import annotations
 

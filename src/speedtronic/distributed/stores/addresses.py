@@ -19,7 +19,7 @@ _S3_OPTIONS = {
     *("endpoint", "endpoint_url", "region", "profile", "key", "secret", "token"),
     *("anon", "use_ssl", "addressing_style"),
 }
-_NOT_AS_THEY_ARE = {"endpoint", "endpoint_url", "region", "addressing_style"}  # for s3fs they have other names
+_RENAMED = {"endpoint", "endpoint_url", "region", "addressing_style"}  # s3fs has other names for these
 _GCS_OPTIONS = {"endpoint", "endpoint_url", "project", "token"}
 _SWITCHES = {"anon", "use_ssl"}
 
@@ -29,54 +29,58 @@ def open_store(url: str, **options: object) -> Store:
 
     Args:
         url: `dir:///path` (or `dir://path`, relative to the working folder), `file:///path`, `s3://bucket/prefix`,
-            `gs://bucket/prefix`, `memory://name`, or any address that fsspec knows whose file system creates
-            exclusively.
-        options: what the store needs, without those that are null. S3: `endpoint` (or `endpoint_url`), `region`,
-            `profile`, `key`, `secret`, `token`, `anon`, `use_ssl`, `addressing_style` (`path` or `virtual`); where they
-            are missing, AWS's own environment variables and files count. Google: `endpoint`, `project`, `token`. Those
-            of another file system are its constructor's.
+            `gs://bucket/prefix`, `memory://name`, or any address of an fsspec file system that creates exclusively.
+        options: what the store needs; null counts as not given. S3: `endpoint` (or `endpoint_url`), `region`,
+            `profile`, `key`, `secret`, `token`, `anon`, `use_ssl`, `addressing_style` (`path` or `virtual`); AWS's own
+            environment variables and files fill in for missing ones. Google: `endpoint`, `project`, `token`. Other file
+            systems: the arguments of their constructors.
 
     Raises:
         ConfigError: the address or an option is wrong.
-        NotBuiltError: the store is one of a kind that is still to come.
+        NotBuiltError: this kind of store is not built yet.
         MissingExtraError: a library that the store needs is not installed.
     """
     scheme, separator, rest = url.partition("://")
     given = {key: value for key, value in options.items() if value is not None}
+    if scheme == "hf" or (not separator and _ON_THE_HUB.fullmatch(url)):
+        raise NotBuiltError(
+            "distributed.repo_id: stores on the Hugging Face Hub are not part of this version yet; use dir:///path or "
+            "s3://bucket/prefix"
+        )
     if not separator:
-        raise _not_an_address(url)
+        raise ConfigError(f"distributed.repo_id: not the address of a store; write {_ADDRESSES}")
     match scheme:
         case "dir" | "file":
-            _refuse_unknown(given, set(), scheme)
+            _check_options(given, set(), scheme)
             return FolderStore(_folder(scheme, rest))
         case "memory":
-            _refuse_unknown(given, set(), scheme)
+            _check_options(given, set(), scheme)
             return MemoryStore.shared(rest)
-        case "hf":
-            raise _hub()
+
+    parts = urlsplit(url)
+    if parts.query or parts.fragment:
+        raise ConfigError(
+            f"distributed.repo_id: an address of {parts.scheme} has no part after '?' or '#'; use store_options"
+        )
+    if not parts.hostname:
+        raise ConfigError(f"distributed.repo_id: the address names no bucket; write {parts.scheme}://bucket/prefix")
+    match scheme:
         case "s3":
-            return _open_s3(_split(url), given)
+            return _open_s3(parts, given)
         case "gs" | "gcs":
-            return _open_google(_split(url), given)
-        case _:
-            return _open_other(_split(url), given)
-
-
-def _not_an_address(url: str) -> ConfigError:
-    if _ON_THE_HUB.fullmatch(url):
-        return _hub()
-    return ConfigError(f"distributed.repo_id: not the address of a store; write {_ADDRESSES}")
-
-
-def _hub() -> NotBuiltError:
-    return NotBuiltError(
-        "distributed.repo_id: stores on the Hugging Face Hub are not part of this version yet; use dir:///path or "
-        "s3://bucket/prefix"
-    )
+            _check_options(given, _GCS_OPTIONS, "gs")
+            endpoint = _endpoint(given)
+            client = {key: given[key] for key in {"project", "token"} & given.keys()}
+            if endpoint is not None:
+                client["endpoint_url"] = endpoint
+            return _over_fsspec("gcs", parts, client, remedy="install speedtronic[gcs]")
+    if parts.username is not None:
+        raise ConfigError(f"distributed.repo_id: {parts.scheme}: put user and password into store_options")
+    return _over_fsspec(parts.scheme, parts, given, remedy="install what fsspec names for it")
 
 
 def _folder(scheme: str, rest: str) -> str:
-    """The path in an address. That of `file` is written as addresses are, that of `dir` as it is."""
+    """The path in an address: of `file` percent-encoded, of `dir` as it is."""
     if scheme == "dir" and rest:
         return os.path.expanduser(rest)
     host, slash, path = rest.partition("/")
@@ -85,29 +89,18 @@ def _folder(scheme: str, rest: str) -> str:
     raise ConfigError(f"distributed.repo_id: {scheme}: names no folder of this machine; write dir:///path")
 
 
-def _split(url: str) -> SplitResult:
-    parts = urlsplit(url)
-    if parts.query or parts.fragment:
-        raise ConfigError(
-            f"distributed.repo_id: an address of {parts.scheme} has no part after '?' or '#'; use store_options"
-        )
-    if not parts.hostname:
-        raise ConfigError(f"distributed.repo_id: the address names no bucket; write {parts.scheme}://bucket/prefix")
-    return parts
-
-
 def _bucket_of(parts: SplitResult) -> str:
-    return parts.netloc.rpartition("@")[2]  # as it is written; `hostname` has small letters only
+    return parts.netloc.rpartition("@")[2]  # as it is written; `hostname` is in lower case
 
 
 def _open_s3(parts: SplitResult, options: dict[str, object]) -> Store:
     from speedtronic.distributed.stores.s3 import S3Store
 
-    _refuse_unknown(options, _S3_OPTIONS, "s3")
+    _check_options(options, _S3_OPTIONS, "s3")
     if parts.username is not None:
         options = {"key": unquote(parts.username), "secret": unquote(parts.password or ""), **options}
     endpoint = _endpoint(options)
-    client: dict[str, object] = {key: options[key] for key in _S3_OPTIONS & options.keys() - _NOT_AS_THEY_ARE}
+    client: dict[str, object] = {key: options[key] for key in _S3_OPTIONS & options.keys() - _RENAMED}
     if "region" in options:
         client["client_kwargs"] = {"region_name": options["region"]}
     if "addressing_style" in options:
@@ -115,34 +108,18 @@ def _open_s3(parts: SplitResult, options: dict[str, object]) -> Store:
     return S3Store(_bucket_of(parts), parts.path.strip("/"), endpoint=endpoint, **client)
 
 
-def _open_google(parts: SplitResult, options: dict[str, object]) -> Store:
-    _refuse_unknown(options, _GCS_OPTIONS, "gs")
-    endpoint = _endpoint(options)
-    client = {key: options[key] for key in {"project", "token"} & options.keys()}
-    if endpoint is not None:
-        client["endpoint_url"] = endpoint
-    return _over_fsspec("gcs", parts, client, extra="gcs")
-
-
-def _open_other(parts: SplitResult, options: dict[str, object]) -> Store:
-    if parts.username is not None:
-        raise ConfigError(f"distributed.repo_id: {parts.scheme}: put user and password into store_options")
-    return _over_fsspec(parts.scheme, parts, options)
-
-
-def _over_fsspec(protocol: str, parts: SplitResult, options: Mapping[str, object], extra: str | None = None) -> Store:
+def _over_fsspec(protocol: str, parts: SplitResult, options: Mapping[str, object], *, remedy: str) -> Store:
     try:
         import fsspec  # type: ignore[import-untyped]  # it has no types
 
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        remedy = f"install speedtronic[{extra}]" if extra else "install what fsspec names for it"
         raise MissingExtraError(f"a store at {protocol}:// needs a library that is missing; {remedy}") from error
     except ValueError:
-        raise ConfigError(f"distributed.repo_id: {protocol}: is no kind of store; write {_ADDRESSES}") from None
+        raise ConfigError(f"distributed.repo_id: {protocol}: is not a kind of store; write {_ADDRESSES}") from None
     try:
         fs = kind(use_listings_cache=False, skip_instance_cache=True, **options)
-    except Exception as error:  # noqa: BLE001 - foreign code, whose message may hold secrets
+    except Exception as error:  # noqa: BLE001 - foreign code, and its message may hold secrets
         raise StoreRefusedError(
             f"{protocol}://{_bucket_of(parts)}: cannot be opened ({type(error).__name__}); check store_options"
         ) from None
@@ -163,7 +140,7 @@ def _endpoint(options: Mapping[str, object]) -> str | None:
     return str(endpoint)
 
 
-def _refuse_unknown(options: Mapping[str, object], known: Set[str], scheme: str) -> None:
+def _check_options(options: Mapping[str, object], known: Set[str], scheme: str) -> None:
     for key, value in options.items():
         if key not in known:
             takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"

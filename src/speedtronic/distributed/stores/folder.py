@@ -1,8 +1,7 @@
 """A store in a folder, local or mounted.
 
-An object is written beside its place, flushed, and given its name by a hard link, which fails where the name is taken:
-so it is there whole or not at all, and once. (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, on
-why file and folders are each flushed.)
+An object is written under a temporary name, flushed, and then given its own name by a hard link, which fails if the
+name is taken. So it is there whole or not at all, and is created once.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -29,38 +27,26 @@ from speedtronic.distributed.stores.base import (
     is_name,
 )
 from speedtronic.distributed.stores.timeouts import BoundedCalls
+from speedtronic.durable.files import sync, sync_folder
 from speedtronic.errors import StoreRefusedError, StoreUnavailableError
 
 T = TypeVar("T")
 
-# Begins with a dot, which no name does: what lies there is never listed.
-_UNFINISHED = ".unfinished"
-_LEFT_BEHIND = 24 * 3600.0  # seconds after which an unfinished file is taken for one whose writer is gone
-# A folder can vanish between being made and being used, since the last object to leave takes it along.
-_TRIES = 8
+_UNFINISHED = ".unfinished"  # names of objects do not begin with a dot, so nothing in it is ever listed
+_ABANDONED = 24 * 3600.0  # seconds after which the writer of an unfinished file is taken for dead
+_TRIES = 8  # a folder can vanish between being made and being used: the deletion of its last object removes it
 
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_A_FOLDER = {errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
-_NO_FLUSH = {errno.EINVAL, errno.ENOTSUP}  # what mounts answer that cannot flush a folder
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 
 
-def flush(descriptor: int) -> None:
-    """Return when a file's bytes, or a folder's names, are on the disk, and not merely in its cache."""
-    if sys.platform == "darwin":
-        import fcntl
-
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(descriptor)
-
-
 class FolderStore:
-    """Objects as files under a folder, which is made with the first of them.
+    """Objects as files under a folder, which is created with the first of them.
 
     Args:
-        folder: where they lie. A relative one is resolved now.
-        sync: returns when what a descriptor refers to is on the disk, as `os.fsync` does.
+        folder: where they lie. A relative path is resolved now.
+        sync: flushes the file or folder behind a descriptor to the disk, as `os.fsync` does.
         link: gives a file a second name, as `os.link` does.
     """
 
@@ -68,7 +54,7 @@ class FolderStore:
         self,
         folder: str | os.PathLike[str],
         *,
-        sync: Callable[[int], None] = flush,
+        sync: Callable[[int], None] = sync,
         link: Callable[[Path, Path], None] = os.link,
     ) -> None:
         self._root = Path(folder).absolute()
@@ -110,25 +96,24 @@ class FolderStore:
         self._ask(timeout, lambda: self._remove(path))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
     def _ask(self, timeout: float, call: Callable[[], T]) -> T:
         try:
             return self._calls.within(timeout, call)
         except OSError as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: OSError) -> StoreRefusedError | StoreUnavailableError:
-        why = error.strerror or str(error)
-        if error.errno in _NO_ACCESS:
-            return StoreRefusedError(f"{self.url}: {why}; check who may read and write this folder")
-        if error.errno in _NOT_A_FOLDER:
-            return StoreRefusedError(f"{self.url}: {why}; the store must be a folder that holds nothing else")
-        return StoreUnavailableError(f"{self.url}: {why}")
+            why = error.strerror or str(error)
+            if error.errno in _NO_ACCESS:
+                message = f"{self.url}: {why}; check who may read and write this folder"
+                raise StoreRefusedError(message) from error
+            if error.errno in _NOT_A_FOLDER:
+                message = f"{self.url}: {why}; the store must be a folder that holds nothing else"
+                raise StoreRefusedError(message) from error
+            raise StoreUnavailableError(f"{self.url}: {why}") from error
 
     def _create(self, path: Path, data: Buffer) -> bool:
         if path.exists():
-            # Another's name, and perhaps not on the disk yet; whoever is told that it is there builds on it.
+            # Another writer created it, and its name is perhaps not on the disk yet. The caller relies on it from now.
             self._sync_folder(path.parent)
             return False
         unfinished = self._write(data)
@@ -140,6 +125,7 @@ class FolderStore:
         return created
 
     def _write(self, data: Buffer) -> Path:
+        """Write the bytes to a temporary file, which is on the disk on return."""
         folder = self._root / _UNFINISHED
         self._make(folder)
         number = next(self._numbers)
@@ -153,38 +139,46 @@ class FolderStore:
             path.unlink(missing_ok=True)
             raise
         if number == 0:
-            _sweep(folder, path.stat().st_mtime - _LEFT_BEHIND)
+            # Remove what dead writers left. A slow writer that is still alive finds its file gone and tries again.
+            before = path.stat().st_mtime - _ABANDONED
+            with suppress(OSError), os.scandir(folder) as found:
+                for child in found:
+                    if child.stat(follow_symlinks=False).st_mtime < before:
+                        os.unlink(child)
         return path
 
     def _place(self, unfinished: Path, path: Path) -> bool:
+        """Give a file its own name; false if the name is taken."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 self._make(path.parent)
-                return self._give_name(unfinished, path)
+                return self._link_once(unfinished, path)
             except FileNotFoundError:
                 if not tries_left:
                     raise
         raise AssertionError("the last try returns or raises")
 
-    def _give_name(self, unfinished: Path, path: Path) -> bool:
+    def _link_once(self, unfinished: Path, path: Path) -> bool:
         try:
             self._link(unfinished, path)
         except FileExistsError:
-            # Over NFS the reply to a link that was made may be lost, and its repetition finds the name taken.
-            return _is_same(unfinished, path)
+            # Over NFS the answer to a successful link may be lost, and the repeated request finds the name taken.
+            with suppress(FileNotFoundError):
+                return os.path.samefile(unfinished, path)
+            return False
         except OSError as error:
             if error.errno in _NO_HARD_LINKS:
                 raise StoreRefusedError(
-                    f"{self.url}: the file system has no hard links ({error.strerror}), by which an object is created "
-                    "once; keep the store on another, such as ext4, xfs, apfs, ntfs or nfs"
+                    f"{self.url}: the file system has no hard links ({error.strerror}), which the store needs to "
+                    "create an object once; keep the store on another, such as ext4, xfs, apfs, ntfs or nfs"
                 ) from error
             raise
         return True
 
     def _make(self, folder: Path) -> None:
-        """Make a folder and those above it, where they are missing; their names are on the disk on return."""
+        """Create a folder and those above it, if they are missing. Their names are on the disk on return."""
         missing = [above for above in (folder, *folder.parents) if not above.exists()]
-        # Another process may have made a folder, and may not have flushed its name yet.
+        # Another process may have created a folder and not have flushed its name yet.
         unsure = [above for above in (folder, *folder.parents) if self._root in above.parents]
         for above in reversed(missing):
             above.mkdir(exist_ok=True)
@@ -194,19 +188,8 @@ class FolderStore:
             self._flushed.add(above)
 
     def _sync_folder(self, folder: Path) -> None:
-        if sys.platform == "win32":
-            return  # has no such call; it journals names
-        try:
-            descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:
-            return  # its last object was deleted meanwhile
-        try:
-            self._sync(descriptor)
-        except OSError as error:
-            if error.errno not in _NO_FLUSH:
-                raise
-        finally:
-            os.close(descriptor)
+        with suppress(FileNotFoundError):  # its last object was deleted meanwhile
+            sync_folder(folder, self._sync)
 
     def _remove(self, path: Path) -> None:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -221,7 +204,7 @@ class FolderStore:
 def _read(path: Path, limit: int, size: int | None) -> bytes | None:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            return None  # a link could lead out of the store, and a pipe would be waited for
+            return None  # a link could lead out of the store, and reading a pipe would wait
         with open(path, "rb") as file:
             length = os.fstat(file.fileno()).st_size
             return file.read(length) if length <= limit and size in (None, length) else None
@@ -236,8 +219,8 @@ def _walk(folder: Path, before: str, prefix: str, marker: str) -> Iterator[Entry
     """
     try:
         with os.scandir(folder) as found:
-            # Most of a long history comes before the marker: it is left out before anything is asked of the disk. What
-            # comes after it may lie in a folder that does not.
+            # Most of a long history comes before the marker and is left out before the disk is asked about it. A
+            # folder that comes before the marker may hold names that come after it.
             near = [child for child in found if _may_follow(before + child.name, marker)]
             children = sorted(
                 (before + child.name + "/" * child.is_dir(follow_symlinks=False), child) for child in near
@@ -260,20 +243,5 @@ def _walk(folder: Path, before: str, prefix: str, marker: str) -> Iterator[Entry
 
 
 def _may_follow(name: str, marker: str) -> bool:
-    """Whether a name, or one that it is the beginning of, can come after a marker."""
+    """Whether a name, or a name that starts with it, can come after a marker."""
     return name > marker or marker.startswith(name)
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except FileNotFoundError:
-        return False
-
-
-def _sweep(folder: Path, before: float) -> None:
-    """Remove what writers that are gone left unfinished. One that still writes finds its file gone and tries again."""
-    with suppress(OSError), os.scandir(folder) as found:
-        for child in found:
-            if child.stat(follow_symlinks=False).st_mtime < before:
-                os.unlink(child)

@@ -1,4 +1,4 @@
-"""A store in the memory of one process: for tests, and for nodes that are threads of it."""
+"""A store in the memory of one process: for tests, and for nodes that are threads of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from speedtronic.distributed.stores.base import (
 
 
 class MemoryStore:
-    """Objects in a dict. Never fails, never lags; `FaultyStore` around it does.
+    """Objects in a dict. Never fails and never lags; the tests wrap it in `FaultyStore` for that.
 
     Args:
         name: for messages.
@@ -85,4 +85,4 @@ class MemoryStore:
                 del self._names[bisect_left(self._names, name)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""

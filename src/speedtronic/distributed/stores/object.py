@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 from speedtronic.distributed.stores.base import (
     REQUEST_TIMEOUT,
@@ -19,19 +19,21 @@ from speedtronic.distributed.stores.base import (
 from speedtronic.distributed.stores.timeouts import BoundedCalls
 from speedtronic.errors import StoreError, StoreRefusedError, StoreUnavailableError
 
-_CAN_PASS = {408, 425, 429, *range(500, 600)}  # statuses of HTTP
+_TEMPORARY = {408, 425, 429, *range(500, 600)}  # statuses of HTTP
 
 
 class ObjectStore:
     """Objects under a path of an fsspec file system that has `pipe_file(…, mode="create")`.
 
-    Of a file system that is not known better, a listing reads all names under its prefix.
+    A listing reads all names under its prefix; a subclass that knows the service can do better.
 
     Args:
         fs: an fsspec file system that keeps no listings of its own (`use_listings_cache=False`).
         root: the path under which the objects lie, without a slash at its end.
         url: for messages, without secrets.
     """
+
+    _upload_options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         self._fs = fs
@@ -47,7 +49,9 @@ class ObjectStore:
         path = self._path(checked_name(name))
         try:
             # Not `open(path, "xb")`, which overwrites where nothing is written.
-            self._ask(timeout, "pipe_file", path, _plain(data), mode="create", **self._upload_options())
+            # The libraries take no views.
+            content = data if isinstance(data, (bytes, bytearray)) else bytes(data)
+            self._ask(timeout, "pipe_file", path, content, mode="create", **self._upload_options)
         except FileExistsError:
             return False
         except FileNotFoundError:
@@ -88,13 +92,13 @@ class ObjectStore:
             return
 
     def close(self) -> None:
-        """Nothing is held but what the file system holds."""
+        """Nothing to close."""
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
     def _entries(self, sizes: Iterable[tuple[str, int]], prefix: str) -> Iterable[Entry]:
-        """Those of some paths that are names of objects, under `prefix`."""
+        """The objects among some paths: those with valid names, under `prefix`."""
         for path, size in sizes:
             name = path.removeprefix(f"{self._root}/")
             if is_name(name) and name.startswith(prefix):
@@ -103,25 +107,22 @@ class ObjectStore:
     def _no_such_place(self) -> StoreRefusedError:
         return StoreRefusedError(f"{self._url}: there is no such bucket or folder; make it, or correct the address")
 
-    def _upload_options(self) -> dict[str, Any]:
-        return {}
-
     def _ask(self, timeout: float, method: str, *args: Any, **options: Any) -> Any:
-        """What the file system's method answers, or the error that says what is wrong.
+        """Call a method of the file system, within a timeout.
 
         Raises:
             FileExistsError, FileNotFoundError: the name is taken, or free.
-            StoreError: what else can go wrong.
+            StoreError: anything else that can go wrong; the message says what to check.
         """
         try:
             if not self._fs.async_impl:
                 return self._calls.within(timeout, lambda: getattr(self._fs, method)(*args, **options))
             return self._await(timeout, getattr(self._fs, f"_{method}"), *args, **options)
-        except Exception as error:  # noqa: BLE001 - foreign code; what is none of the store's is raised on
-            known = self._known(error)
+        except Exception as error:  # noqa: BLE001 - foreign code; an unknown error is a bug, and is raised again
+            known = self._translated(error)
             if known is None or known is error:
                 raise
-            # What libraries say may hold addresses with secrets in them: it is told in words of ours.
+            # The library's message may hold addresses with secrets in them, so it is not shown.
             raise known from None
 
     def _await(self, timeout: float, coroutine: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -129,18 +130,21 @@ class ObjectStore:
 
         return sync(self._fs.loop, coroutine, *args, timeout=timeout, **options)
 
-    def _known(self, error: Exception) -> Exception | None:
-        """What an error of the file system is for a store; None for what is none of its."""
+    def _translated(self, error: Exception) -> Exception | None:
+        """An error of the file system as an error of a store; None if it is a bug."""
         if isinstance(error, (StoreError, FileExistsError, FileNotFoundError)):
             return error
-        status, library = _status_of(error), type(error).__module__.partition(".")[0]
+        # Errors of gcsfs, aiohttp and the like carry the status of HTTP as one of these attributes.
+        codes = [str(getattr(error, attribute, None)) for attribute in ("code", "status")]
+        status = next((int(code) for code in codes if code.isdecimal()), None)
+        library = type(error).__module__.partition(".")[0]
         denied = isinstance(error, PermissionError) or status in {401, 403} or library == "google"
-        # gcsfs has no kind of error for what is forbidden.
+        # gcsfs has no class of error for denied access.
         if denied or (isinstance(error, OSError) and str(error).startswith("Forbidden")):
             return StoreRefusedError(f"{self._url}: access is denied; check the credentials and what they may do")
         if isinstance(error, TimeoutError):
             return StoreUnavailableError(f"{self._url}: no answer in time")
-        if status in _CAN_PASS or isinstance(error, OSError) or library == "aiohttp":
+        if status in _TEMPORARY or isinstance(error, OSError) or library == "aiohttp":
             what = type(error).__name__ if status is None else f"{status}"
             return StoreUnavailableError(f"{self._url}: the request failed ({what})")
         if status is not None or isinstance(error, (NotImplementedError, TypeError, ValueError)):
@@ -149,16 +153,3 @@ class ObjectStore:
                 'pipe_file(…, mode="create")'
             )
         return None
-
-
-def _status_of(error: Exception) -> int | None:
-    """The status of HTTP that an error of gcsfs, aiohttp or the like carries."""
-    for status in (getattr(error, "code", None), getattr(error, "status", None)):
-        if str(status).isdecimal():
-            return int(str(status))
-    return None
-
-
-def _plain(data: Buffer) -> bytes | bytearray:
-    """The data as the libraries take it; a view is copied."""
-    return data if isinstance(data, (bytes, bytearray)) else bytes(data)

@@ -1,13 +1,15 @@
-"""The one place where a request is made again."""
+"""Retries: the one place where a request is made again."""
 
 from __future__ import annotations
 
 import random as random_numbers
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from speedtronic.distributed.stores.base import REQUEST_TIMEOUT, Buffer, Listing, Store
+from speedtronic.distributed.stores.probe import prove_exclusive
 from speedtronic.errors import StoreUnavailableError
 
 T = TypeVar("T")
@@ -15,16 +17,12 @@ T = TypeVar("T")
 _SLOWEST_LINK = 64 * 1024  # bytes per second that a request is given time for
 
 
-def _never() -> bool:
-    return False
-
-
 class RetryingStore:
-    """A store that asks again what can pass, after a pause that doubles and is drawn at random up to its length.
+    """A store that repeats a request after a temporary error, with exponential backoff and full jitter.
 
-    The pauses are those of "full jitter" (Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015), so
-    that nodes which a store's failure stopped together do not come back together. What will not pass is not asked
-    again. A request is given more time, the more bytes it may carry.
+    The jitter (Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015) keeps nodes that one failure of
+    a store stopped together from coming back together. Lasting errors are not tried again. A request is given more
+    time, the more bytes it may carry.
 
     Args:
         initial: longest first pause, in seconds.
@@ -32,7 +30,8 @@ class RetryingStore:
         attempts: how often one request is made in all.
         sleep: waits, and may return early.
         random: draws from [0, 1).
-        give_up: whether nothing is to be waited for any more, asked before and after each pause.
+        give_up: whether to stop waiting; asked before and after each pause.
+        prove: whether the store must prove, before its first request, that it creates each object only once.
     """
 
     def __init__(
@@ -44,7 +43,8 @@ class RetryingStore:
         attempts: int = 6,
         sleep: Callable[[float], object] = time.sleep,
         random: Callable[[], float] = random_numbers.random,
-        give_up: Callable[[], bool] = _never,
+        give_up: Callable[[], bool] = lambda: False,
+        prove: bool = False,
     ) -> None:
         self._store = store
         self._initial = initial
@@ -53,13 +53,15 @@ class RetryingStore:
         self._sleep = sleep
         self._random = random
         self._give_up = give_up
+        self._unproven = prove
+        self._proof = threading.RLock()  # the proof makes requests through this store
 
     @property
     def url(self) -> str:
         return self._store.url
 
     def put_if_absent(self, name: str, data: Buffer, *, timeout: float = REQUEST_TIMEOUT) -> bool:
-        """As every store does; false also where an attempt created the object and its answer was lost."""
+        """As every store does. False also if an attempt created the object and its answer was lost."""
         patience = timeout + memoryview(data).nbytes / _SLOWEST_LINK
         return self._ask(lambda: self._store.put_if_absent(name, data, timeout=patience))
 
@@ -85,19 +87,23 @@ class RetryingStore:
         self._store.close()
 
     def _ask(self, request: Callable[[], T]) -> T:
+        with self._proof:
+            if self._unproven:
+                self._unproven = False
+                try:
+                    prove_exclusive(self)
+                except BaseException:  # whatever ended the proof, the next request starts it again; it is raised again
+                    self._unproven = True
+                    raise
         for attempt in range(1, self._attempts):
             try:
                 return request()
             except StoreUnavailableError:
-                if not self._pause(attempt):
+                if self._give_up():
+                    raise
+                # Beyond 2⁶⁰ the pause is the longest in any case, and a float would overflow.
+                longest = min(self._maximum, self._initial * 2.0 ** min(attempt - 1, 60))
+                self._sleep(longest * self._random())
+                if self._give_up():
                     raise
         return request()
-
-    def _pause(self, attempt: int) -> bool:
-        """Wait before the next attempt; false when there is to be none."""
-        if self._give_up():
-            return False
-        # Beyond 2⁶⁰ the pause is the longest in any case, and a float would overflow.
-        longest = min(self._maximum, self._initial * 2.0 ** min(attempt - 1, 60))
-        self._sleep(longest * self._random())
-        return not self._give_up()

@@ -1,4 +1,4 @@
-"""Calls that cannot be given a timeout, such as those to a mounted folder, end within one all the same."""
+"""Timeouts for calls that cannot be given one, such as those to a mounted folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_HUNG = 4
 class BoundedCalls:
     """Runs each call on a thread of its own and stops waiting for one that takes too long.
 
-    A call that hangs goes on hanging, since nothing can end it. After a few of those no more are begun until one ends,
-    so that a dead mount costs a few threads and not one for each request of the next hours.
+    A call that hangs keeps hanging, since nothing can end it. After a few of those no more are started until one ends,
+    so that a dead mount costs a few threads and not one per request for hours.
 
     Args:
         url: of what is called, for messages.
@@ -38,25 +38,22 @@ class BoundedCalls:
             self._hung = [thread for thread in self._hung if thread.is_alive()]
             if len(self._hung) >= _MOST_HUNG:
                 raise StoreUnavailableError(f"{self._url}: {len(self._hung)} earlier requests still hang")
-        outcome: list[Callable[[], T]] = []
-        thread = threading.Thread(target=lambda: outcome.append(_attempt(call)), name="store request", daemon=True)
+        values: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                values.append(call())
+            except BaseException as error:  # noqa: BLE001 - the thread's edge: raised again in the thread that asked
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="store request", daemon=True)
         thread.start()
         thread.join(timeout)
-        if not outcome:
+        if errors:
+            raise errors[0]
+        if not values:
             with self._lock:
                 self._hung.append(thread)
             raise StoreUnavailableError(f"{self._url}: no answer within {timeout:g} s")
-        return outcome[0]()
-
-
-def _attempt(call: Callable[[], T]) -> Callable[[], T]:
-    try:
-        value = call()
-    except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised on in the thread that asked
-        failure = error
-
-        def fail() -> T:
-            raise failure
-
-        return fail
-    return lambda: value
+        return values[0]

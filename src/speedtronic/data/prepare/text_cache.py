@@ -1,4 +1,4 @@
-"""A cache of encoded text, for tokenizers that give no way to seek in a text file."""
+"""A cache of encoded text, for tokenizers that cannot read a text file at any position."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
+from speedtronic.data.prepare.encode import UNIT_BYTES
 from speedtronic.data.prepare.sources import text_file
-from speedtronic.data.prepare.work_units import UNIT_BYTES
-from speedtronic.data.shards import ShardSet, ShardWriter, remove_leftovers
+from speedtronic.data.shard_writer import ShardWriter
+from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import check_text_file, read_pieces
 from speedtronic.data.tokenizers.base import Tokenizer, encode_texts, spec_fingerprint
-from speedtronic.data.tokenizers.cutting import cut_rule
+from speedtronic.data.tokenizers.chunking import cut_rule
+from speedtronic.durable.files import FileSystem
+from speedtronic.durable.folders import recover
 from speedtronic.errors import DataError
 
 
@@ -25,8 +28,8 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "speedtronic"
 
 
-def encode_once(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
-    """The tokens of a text file, encoded once as one text and found again by content and tokenizer.
+def cached_tokens(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
+    """The tokens of a text file. It is encoded once, as one text, and found again by content and tokenizer.
 
     The file is streamed in pieces of `unit_bytes`, unless the tokenizer allows no cut.
 
@@ -41,7 +44,16 @@ def encode_once(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTE
     key = hashlib.sha256(f"{content.hexdigest()}:{spec_fingerprint(tokenizer.spec())}".encode()).hexdigest()
     folder = cache_folder() / f"text-{key[:32]}"
     try:
-        return _open_or_encode(folder, path, tokenizer, unit_bytes)
+        if folder.exists():
+            try:
+                return ShardSet(folder)
+            except DataError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise  # it cannot be read, but it may be sound
+                # Nothing else writes here: a damaged entry is worth no more than a missing one.
+                shutil.rmtree(folder)
+        _encode(path, tokenizer, folder, unit_bytes)
+        return ShardSet(folder)
     except OSError as error:
         raise DataError(
             f"cannot keep the encoded text of {path} in {folder.parent}: {error}; "
@@ -49,23 +61,14 @@ def encode_once(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTE
         ) from error
 
 
-def _open_or_encode(folder: Path, path: Path, tokenizer: Tokenizer, unit_bytes: int) -> ShardSet:
-    if folder.exists():
-        try:
-            return ShardSet(folder)
-        except DataError as error:
-            if isinstance(error.__cause__, OSError):
-                raise  # it may be sound, and cannot be read
-            # Nothing but this function writes here: a damaged entry is worth no more than an absent one.
-            shutil.rmtree(folder)
-    remove_leftovers(folder)
+def _encode(path: Path, tokenizer: Tokenizer, folder: Path, unit_bytes: int) -> None:
+    recover(FileSystem(), folder)
     try:
         with ShardWriter(folder, tokenizer=tokenizer) as writer:
-            for span, _ in text_file(path, path.name).spans(0, unit_bytes, cut_rule(tokenizer)):
-                for ids in encode_texts(tokenizer, span.texts(span.raw())):
+            for chunk, _ in text_file(path, path.name).chunks(0, unit_bytes, cut_rule(tokenizer)):
+                for ids in encode_texts(tokenizer, chunk.texts(chunk.raw())):
                     writer.write(ids)
     except OSError:
         # Another process may have published the same entry in the meantime.
         if not folder.exists():
             raise
-    return ShardSet(folder)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from speedtronic.data.tokenizers import cutting
-from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer, IdArray, Tokenizer, encode_texts
-from speedtronic.data.tokenizers.cutting import CutRule, cut_rule, encode_long, find_cut
+from speedtronic.data.tokenizers import chunking
+from speedtronic.data.tokenizers.base import IdArray, Tokenizer, encode_texts
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.chunking import CutRule, cut_rule, encode_long, find_cut
 from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.data.tokenizers.huggingface import JsonTokenizer, json_tokenizer
 from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
@@ -197,7 +198,7 @@ def test_cuts_do_not_depend_on_how_the_file_is_read(block: int, text: str) -> No
     whole = all_cuts(text)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "_BLOCK", block)
+        patch.setattr(chunking, "_BLOCK", block)
         assert all_cuts(text) == whole
 
 
@@ -220,12 +221,12 @@ def test_a_file_is_read_once_up_to_the_cut() -> None:
     file = Counting(b"-" * 100_000 + b"a b" + b"c" * 1_000_000)
 
     assert find_cut(file, 10, "words") == 100_001
-    assert file.total <= 100_000 + 2 * cutting._BLOCK
+    assert file.total <= 100_000 + 2 * chunking._BLOCK
 
 
 @pytest.mark.parametrize("make", [byte_level_bpe, metaspace_bpe, CharTokenizer])
 def test_a_long_text_has_the_ids_of_the_whole(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Tokenizer]) -> None:
-    monkeypatch.setattr(cutting, "_ENCODED_AT_ONCE", 20)
+    monkeypatch.setattr(chunking, "_ENCODED_AT_ONCE", 20)
     tokenizer = make()
     text = "the cat sat.\nThe mat  is here\r\n and there   and" * 9
 
@@ -240,8 +241,8 @@ def test_a_long_text_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.extend(texts)
         return encode_texts(tokenizer, texts)
 
-    monkeypatch.setattr(cutting, "encode_texts", noted)
-    monkeypatch.setattr(cutting, "_ENCODED_AT_ONCE", 10)
+    monkeypatch.setattr(chunking, "encode_texts", noted)
+    monkeypatch.setattr(chunking, "_ENCODED_AT_ONCE", 10)
 
     encode_long(byte_level_bpe(), "one two three four-and-twenty blackbirds")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speedtronic.data.prepare.token_cache import cache_folder, encode_once
+from speedtronic.data.prepare.text_cache import cache_folder, cached_tokens
 from speedtronic.data.shards import ShardSet
-from speedtronic.data.tokenizers.base import CorpusCharTokenizer
+from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
 from speedtronic.errors import DataError
 from tests.support.tokenizers import byte_level_bpe
 
@@ -57,8 +57,8 @@ def tokens(shards: ShardSet) -> list[int]:
 def test_a_text_is_encoded_once_and_found_again_by_content(tmp_path: Path, cache: Path) -> None:
     tokenizer = Words("b a")
 
-    first = encode_once(text_file(tmp_path / "one.txt", "a b a"), tokenizer)
-    again = encode_once(text_file(tmp_path / "two.txt", "a b a"), tokenizer)
+    first = cached_tokens(text_file(tmp_path / "one.txt", "a b a"), tokenizer)
+    again = cached_tokens(text_file(tmp_path / "two.txt", "a b a"), tokenizer)
 
     assert tokens(first) == tokens(again) == [2, 1, 2]
     assert tokenizer.encoded == 1
@@ -68,9 +68,9 @@ def test_a_text_is_encoded_once_and_found_again_by_content(tmp_path: Path, cache
 def test_other_text_and_other_tokenizers_have_entries_of_their_own(tmp_path: Path, cache: Path) -> None:
     path = text_file(tmp_path / "t.txt", "a b a")
 
-    assert tokens(encode_once(path, Words("b a"))) == [2, 1, 2]
-    assert tokens(encode_once(path, Words("a b"))) == [1, 2, 1]
-    assert tokens(encode_once(text_file(path, "b"), Words("a b"))) == [2]
+    assert tokens(cached_tokens(path, Words("b a"))) == [2, 1, 2]
+    assert tokens(cached_tokens(path, Words("a b"))) == [1, 2, 1]
+    assert tokens(cached_tokens(text_file(path, "b"), Words("a b"))) == [2]
     assert len(list(cache.iterdir())) == 3
 
 
@@ -81,7 +81,7 @@ def test_a_text_in_pieces_is_encoded_as_if_whole(tmp_path: Path, unit_bytes: int
     path = tmp_path / "t.txt"
     path.write_bytes(text.encode())
 
-    found = encode_once(path, tokenizer, unit_bytes=unit_bytes)
+    found = cached_tokens(path, tokenizer, unit_bytes=unit_bytes)
 
     assert tokens(found) == tokenizer.encode(text)
     assert found.documents == 0
@@ -90,10 +90,10 @@ def test_a_text_in_pieces_is_encoded_as_if_whole(tmp_path: Path, unit_bytes: int
 def test_a_damaged_entry_is_made_anew(tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", "a b a")
     tokenizer = Words("a b")
-    entry = encode_once(path, tokenizer).folder
+    entry = cached_tokens(path, tokenizer).folder
     (entry / "shard_00000.bin").write_bytes(b"")
 
-    assert tokens(encode_once(path, tokenizer)) == [1, 2, 1]
+    assert tokens(cached_tokens(path, tokenizer)) == [1, 2, 1]
     assert tokenizer.encoded == 2
 
 
@@ -102,10 +102,10 @@ def test_an_entry_that_another_process_publishes_meanwhile_is_used(tmp_path: Pat
 
     class Racing(Words):
         def encode(self, text: str) -> list[int]:
-            encode_once(path, Words("a b"))
+            cached_tokens(path, Words("a b"))
             return super().encode(text)
 
-    assert tokens(encode_once(path, Racing("a b"))) == [1, 2, 1]
+    assert tokens(cached_tokens(path, Racing("a b"))) == [1, 2, 1]
     assert len(list(cache.iterdir())) == 1
 
 
@@ -116,17 +116,17 @@ def test_a_cache_that_cannot_be_written_says_which_variable_moves_it(
     monkeypatch.setenv("SPEEDTRONIC_CACHE", str(blocked))
 
     with pytest.raises(DataError, match="set SPEEDTRONIC_CACHE to a folder that can be written"):
-        encode_once(text_file(tmp_path / "t.txt", "a"), Words("a"))
+        cached_tokens(text_file(tmp_path / "t.txt", "a"), Words("a"))
 
 
 def test_text_that_is_not_utf8_or_not_in_the_corpus_is_refused(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_bytes(b"ab\xff")
     with pytest.raises(DataError, match="offset 2"):
-        encode_once(path, CorpusCharTokenizer("ab"))
+        cached_tokens(path, CorpusCharTokenizer("ab"))
 
     with pytest.raises(DataError, match="'c'"):
-        encode_once(text_file(path, "abc"), CorpusCharTokenizer("ab"))
+        cached_tokens(text_file(path, "abc"), CorpusCharTokenizer("ab"))
     assert not cache.exists() or list(cache.iterdir()) == []
 
 

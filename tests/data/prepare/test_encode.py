@@ -6,17 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speedtronic.data.prepare.sources import find_inputs
-from speedtronic.data.prepare.work_units import (
+from speedtronic.data.prepare.encode import (
     BEGINNING,
     Position,
     characters_of_unit,
     checksum_unit,
     encode_unit,
-    plan,
+    plan_units,
 )
-from speedtronic.data.tokenizers.base import CharTokenizer, CorpusCharTokenizer, Tokenizer
-from speedtronic.data.tokenizers.cutting import CutRule, cut_rule
+from speedtronic.data.prepare.sources import find_inputs
+from speedtronic.data.tokenizers.base import Tokenizer
+from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers.chunking import CutRule, cut_rule
 from speedtronic.errors import DataError
 from tests.support.tokenizers import byte_level_bpe
 
@@ -37,7 +38,7 @@ def encoded(folder: Path, tokenizer: Tokenizer, size: int) -> tuple[list[int], l
     """All ids, and the positions behind the documents."""
     ids: list[int] = []
     ends: list[int] = []
-    for unit in plan(find_inputs([folder]), cut_rule(tokenizer), size=size):
+    for unit in plan_units(find_inputs([folder]), cut_rule(tokenizer), size=size):
         found = encode_unit(unit, tokenizer)
         ends += (found.ends + len(ids)).tolist()
         ids += found.ids.tolist()
@@ -64,22 +65,22 @@ def alphabet() -> CorpusCharTokenizer:
 
 @pytest.mark.parametrize("rule", ["characters", "words", "never"])
 @pytest.mark.parametrize("size", [13, 30, 100, 5000])
-def test_the_plan_goes_on_behind_any_unit(corpus: Path, rule: CutRule, size: int) -> None:
+def test_the_plan_continues_behind_any_unit(corpus: Path, rule: CutRule, size: int) -> None:
     inputs = find_inputs([corpus])
-    units = list(plan(inputs, rule, size=size))
+    units = list(plan_units(inputs, rule, size=size))
 
     assert units[-1].next.number == len(inputs) or units[-1].next.offset == inputs[-1].length
     for number, unit in enumerate(units):
-        assert list(plan(inputs, rule, start=unit.next, size=size)) == units[number + 1 :]
+        assert list(plan_units(inputs, rule, start=unit.next, size=size)) == units[number + 1 :]
 
 
 def test_small_documents_are_gathered_and_large_ones_divided(corpus: Path) -> None:
-    units = list(plan(find_inputs([corpus]), "characters", size=100))
-    sizes = [sum(span.size for span in unit.spans) for unit in units]
+    units = list(plan_units(find_inputs([corpus]), "characters", size=100))
+    sizes = [sum(chunk.size for chunk in unit.chunks) for unit in units]
 
     assert all(100 <= size < 200 for size in sizes[:-1])
-    assert len({span.path for unit in units for span in unit.spans}) == 8  # type: ignore[attr-defined]
-    assert any(len(unit.spans) > 1 for unit in units)
+    assert len({chunk.path for unit in units for chunk in unit.chunks}) == 8  # type: ignore[attr-defined]
+    assert any(len(unit.chunks) > 1 for unit in units)
 
 
 def test_a_checksum_is_of_the_content_and_its_division_into_documents(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_checksum_is_of_the_content_and_its_division_into_documents(tmp_path: 
         folder.mkdir()
         for number, text in enumerate(texts):
             (folder / f"{number}.txt").write_text(text)
-        (unit,) = plan(find_inputs([folder]), "characters", start=BEGINNING)
+        (unit,) = plan_units(find_inputs([folder]), "characters", start=BEGINNING)
         assert checksum_unit(unit) == encode_unit(unit, CharTokenizer()).checksum
         return checksum_unit(unit)
 
@@ -100,7 +101,7 @@ def test_a_checksum_is_of_the_content_and_its_division_into_documents(tmp_path: 
 
 def test_a_unit_tells_its_text_in_bytes_and_its_characters(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "éé!"}\n{"text": "a"}\n', encoding="utf-8")
-    (unit,) = plan(find_inputs([tmp_path]), "characters")
+    (unit,) = plan_units(find_inputs([tmp_path]), "characters")
 
     assert encode_unit(unit, CharTokenizer()).size == 6
     assert characters_of_unit(unit) == "!aé"
@@ -114,7 +115,7 @@ def test_a_unit_tells_its_text_in_bytes_and_its_characters(tmp_path: Path) -> No
 def test_what_a_tokenizer_cannot_encode_is_named(tmp_path: Path, name: str, content: str, place: str) -> None:
     (tmp_path / "a.txt").write_text("ab")
     (tmp_path / name).write_text(content)
-    (unit,) = plan(find_inputs([tmp_path]), "characters")
+    (unit,) = plan_units(find_inputs([tmp_path]), "characters")
 
     with pytest.raises(DataError, match=f"{place}: character 'x'"):
         encode_unit(unit, CorpusCharTokenizer("ab\n"))

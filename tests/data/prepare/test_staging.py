@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speedtronic.data.prepare.staging import StagingFolder, is_resumable, staging_folder
+from speedtronic.errors import DataError
+
+
+def test_the_folder_goes_with_its_block_unless_it_has_a_journal(tmp_path: Path) -> None:
+    with StagingFolder(tmp_path / "deep" / "out") as staging:
+        (staging.files / "shard").write_text("x")
+    assert list((tmp_path / "deep").iterdir()) == []
+
+    with StagingFolder(tmp_path / "out") as staging:
+        (staging.files / "shard").write_text("x")
+        staging.write_journal({"units": 3})
+    assert is_resumable(tmp_path / "out")
+
+    with StagingFolder(tmp_path / "out") as staging:
+        assert staging.read_journal() == {"units": 3}
+        assert (staging.files / "shard").read_text() == "x"
+        staging.remove_journal()
+    assert not staging_folder(tmp_path / "out").exists()
+    assert not is_resumable(tmp_path / "out")
+
+
+def test_clearing_leaves_nothing_of_before(tmp_path: Path) -> None:
+    with StagingFolder(tmp_path / "out") as staging:
+        (staging.files / "shard").write_text("x")
+        staging.write_journal({"units": 3})
+        staging.clear()
+
+        assert staging.read_journal() is None
+        assert list(staging.files.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\udcff"])
+def test_a_damaged_journal_is_none(tmp_path: Path, content: str) -> None:
+    with StagingFolder(tmp_path / "out") as staging:
+        staging.write_journal({"units": 3})
+        (staging.path / "journal.json").write_bytes(content.encode(errors="surrogateescape"))
+
+        assert staging.read_journal() is None
+
+
+def test_a_journal_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with StagingFolder(tmp_path / "out") as staging:
+        staging.write_journal({"units": 3})
+        monkeypatch.setattr("os.fsync", fail)
+        with pytest.raises(OSError, match="No space"):
+            staging.write_journal({"units": 4})
+
+        assert staging.read_journal() == {"units": 3}
+
+
+def test_two_at_a_time_are_refused_and_the_first_is_named(tmp_path: Path) -> None:
+    with StagingFolder(tmp_path / "out") as staging:
+        with pytest.raises(DataError, match="this process is preparing this data"):
+            StagingFolder(tmp_path / "out").__enter__()
+        assert staging.files.is_dir()
+
+    with StagingFolder(tmp_path / "out"):
+        pass
+
+
+def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom speedtronic.data.prepare.staging import StagingFolder\n"
+        "staging = StagingFolder(Path(sys.argv[1])).__enter__()\nstaging.write_journal({'units': 3})\nos._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
+    assert is_resumable(tmp_path / "out")
+
+    with StagingFolder(tmp_path / "out") as staging:
+        assert staging.read_journal() == {"units": 3}
