@@ -19,7 +19,7 @@ FLOORS = (
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics"},
     {"shapes"},
-    {"precision", "registry"},
+    {"precision", "ranks", "registry"},
     {"config"},
     {"durable"},
     {"errors"},

@@ -1,4 +1,4 @@
-"""Measures a model on held-out data without leaving a trace in it."""
+"""Measures the loss of a model on held-out data, and leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.errors import DataError
 from speedtronic.model import evaluation_mode
 from speedtronic.precision import PrecisionPlan
+from speedtronic.trainer.forward import Forward, batch_size_and_tokens, move_batch
 from speedtronic.trainer.loss import LossFunction, align_labels, batch_labels, count_labels
-from speedtronic.trainer.step import Forward, batch_size_and_tokens, move_batch
 
 
 class HeldOutLoss:
     """An evaluator for `Trainer`: the mean loss over held-out batches, in which every target counts alike.
 
-    A batch weighs its number of labels that are not -100, or its samples where it has no labels.
+    The weight of a batch is its number of labels that are not -100, or of its samples where it has no labels.
 
     Args:
-        passes: called for each evaluation; returns the batches of one pass from the beginning.
+        passes: called for each evaluation; returns the batches of one pass, from the first one on.
         device: where the model is.
         precision: the plan under which the forward runs.
         batches: at most this many batches; None for all.
         loss_fn: as for `Trainer`.
         labels: "aligned" or "unshifted", as in `data.labels`.
-        warn: told what looks wrong with the model's output.
+        warn: called with what looks wrong with the model's output.
     """
 
     def __init__(
@@ -56,47 +56,39 @@ class HeldOutLoss:
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return `loss` (nats per target), `targets`, `batches` and `duration_s` of one pass.
 
-        `should_stop` is asked between two batches; when it says yes, the pass is given up and None returned.
+        `should_stop` is called between two batches; when it returns true, the pass ends early and returns None.
 
         Raises:
             DataError: the pass has no batch, or no target.
         """
         started = time.perf_counter()
-        with evaluation_mode(model), _random_state_kept(), torch.no_grad():
-            losses, weights = self._measure(model, should_stop)
+        forward = Forward(model, self._precision, loss_fn=self._loss_fn, warn=self._warn)
+        # Summed losses and weights stay on the device until the end, so that no batch waits for the one before it.
+        losses: list[Tensor] = []
+        weights: list[Tensor] = []
+        with evaluation_mode(model), _keep_random_state(), torch.no_grad():
+            for batch in takewhile(lambda _: not should_stop(), islice(self._passes(), self._limit)):
+                aligned = align_labels(batch) if self._labels == "unshifted" else batch
+                labelled = batch_labels(aligned) is not None
+                targets = count_labels(aligned) if labelled else torch.tensor(batch_size_and_tokens(aligned)[0])
+                weight = targets.to(self._device)
+                losses.append(forward(model, move_batch(aligned, self._device)).float() * weight)
+                weights.append(weight)
         if should_stop():
             return None
-        targets = int(torch.stack(weights).sum()) if weights else 0
-        if targets == 0:
+        total = int(torch.stack(weights).sum()) if weights else 0
+        if total == 0:
             raise DataError(f"the held-out data has no target to evaluate on ({len(weights)} batches)")
         return {
-            "loss": float(torch.stack(losses).sum()) / targets,
-            "targets": targets,
+            "loss": float(torch.stack(losses).sum()) / total,
+            "targets": total,
             "batches": len(weights),
             "duration_s": time.perf_counter() - started,
         }
 
-    def _measure(self, model: nn.Module, should_stop: Callable[[], bool]) -> tuple[list[Tensor], list[Tensor]]:
-        """The summed loss and the weight of each batch, on the device."""
-        forward = Forward(model, self._precision, loss_fn=self._loss_fn, warn=self._warn)
-        losses: list[Tensor] = []
-        weights: list[Tensor] = []
-        for batch in takewhile(lambda _: not should_stop(), islice(self._passes(), self._limit)):
-            aligned = align_labels(batch) if self._labels == "unshifted" else batch
-            weight = _weight(aligned).to(self._device)
-            losses.append(forward(model, move_batch(aligned, self._device)).float() * weight)
-            weights.append(weight)
-        return losses, weights
-
-
-def _weight(batch: Any) -> Tensor:
-    if batch_labels(batch) is None:
-        return torch.tensor(batch_size_and_tokens(batch)[0])
-    return count_labels(batch)
-
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _keep_random_state() -> Iterator[None]:
     rng = capture_rng_state()
     try:
         yield

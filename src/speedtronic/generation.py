@@ -1,4 +1,4 @@
-"""Writing with a trained model: sampling, the token loop, and loading what a checkpoint holds.
+"""Text generation with a trained model: sampling, the token loop, and loading a checkpoint.
 
 Legend: `B` batch, `T` sequence, `V` vocabulary.
 """
@@ -40,13 +40,12 @@ def sample_next(
 
     Args:
         logits: `(B, V)` floating.
-        temperature: divides the logits; 0, and what is 0 in float32, takes the most likely token and uses no random
-            number.
+        temperature: divides the logits. 0, or a value that is 0 in float32, takes the most likely token and uses no
+            random number.
         top_k: keep the k most likely tokens; a k beyond V keeps all.
-        top_p: of those, keep the fewest most likely ones whose probabilities sum to at least p (nucleus
+        top_p: of those, keep the smallest number of most likely tokens whose probabilities sum to at least p (nucleus
             sampling, Holtzman et al. 2020).
-        generator: where the random numbers come from, on the device of the logits; torch's global one by
-            default.
+        generator: makes the random numbers, on the device of the logits; torch's global one by default.
 
     Returns:
         int64 `(B,)`.
@@ -57,12 +56,18 @@ def sample_next(
     _check_sampling(temperature, top_k, top_p)
     if temperature < torch.finfo(torch.float32).tiny:
         return logits.argmax(-1)
-    # The most likely token is moved to 0 before dividing, so that a tiny temperature cannot overflow.
+    # The score of the most likely token becomes 0 before the division, so that a tiny temperature cannot overflow.
     scores = (logits.float() - logits.amax(-1, keepdim=True).float()) / temperature
     if top_k is not None:
-        scores = _keep_top_k(scores, top_k)
+        best = scores.topk(min(top_k, scores.size(-1)), dim=-1)
+        scores = torch.full_like(scores, -math.inf).scatter(-1, best.indices, best.values)
     if top_p is not None:
-        scores = _keep_top_p(scores, top_p)
+        ordered, order = scores.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        # A token goes where the ones before it reach p already. The first one always stays.
+        goes = probabilities.cumsum(-1) - probabilities >= top_p
+        goes[..., 0] = False
+        scores = torch.full_like(scores, -math.inf).scatter(-1, order, ordered.masked_fill(goes, -math.inf))
     return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
 
 
@@ -79,20 +84,20 @@ def generate_tokens(
     vocab_limit: int | None = None,
     stop_id: int | None = None,
 ) -> Iterator[int]:
-    """Continue a prompt, one token at a time, as they are asked for.
+    """Continue a prompt, one token each time the iterator is asked for one.
 
-    The model is called as `model(input_ids)` with int64 `(1, T)` on its own device and may return a mapping
-    with "logits", a tuple with them, or the logits `(1, T, V)` themselves. Between two tokens it is in the
-    modes it had before. Sampling has its own random numbers, drawn on the CPU: the global ones are neither
-    used nor moved.
+    The model is called as `model(input_ids)` with int64 `(1, T)` on its own device and may return a mapping with
+    "logits", a tuple with them, or the logits `(1, T, V)` themselves. Between two tokens it is in the train or
+    evaluation mode it had before. Sampling uses a random generator of its own on the CPU, and leaves the global ones
+    alone.
 
     Args:
         prompt_ids: at least one token.
         max_new_tokens: how many tokens to make at most.
         context_length: the model sees at most this many of the newest tokens.
         temperature, top_k, top_p: as in `sample_next`.
-        seed: from 0 to 2⁶³ - 1; equal seeds give equal tokens; `None` is a new text every time.
-        vocab_limit: ids from here on are never chosen, for a vocabulary that was padded.
+        seed: from 0 to 2⁶³ - 1; equal seeds give equal tokens; `None` gives another text every time.
+        vocab_limit: only ids below it are chosen, for a vocabulary that was padded.
         stop_id: the text ends before this token.
 
     Raises:
@@ -127,7 +132,7 @@ def generate_tokens(
 
 
 def check_seed(seed: int) -> None:
-    """Raise `ConfigError` for a seed that the generator of random numbers cannot have."""
+    """Raise `ConfigError` for a seed that a random generator does not take."""
     if not 0 <= seed <= LARGEST_SEED:
         raise ConfigError(f"the seed must be from 0 to 2**63-1, not {seed}")
 
@@ -138,7 +143,7 @@ class TextGenerator:
 
     Attributes:
         model: in evaluation mode, on its device.
-        tokenizer: the one that the model was trained with.
+        tokenizer: the tokenizer that the model was trained with.
         context_length: longest sequence that it was trained on, in tokens.
         step: the global step of the weights.
     """
@@ -158,12 +163,12 @@ class TextGenerator:
         top_p: float | None = None,
         seed: int | None = None,
     ) -> Iterator[str]:
-        """Continue a prompt in pieces of text, until the model ends its document or `max_new_tokens` are
-        made.
+        """Continue a prompt in pieces of text, until the model ends its document or `max_new_tokens` are made.
 
-        The prompt itself is not repeated. An empty one asks for the beginning of a document. Arguments and
+        The prompt itself is not repeated. After an empty prompt the text is the start of a document. Arguments and
         errors as in `generate_tokens`; `DataError` for a prompt that the tokenizer cannot encode.
         """
+        decoder = StreamDecoder(self.tokenizer)
         separator = self.tokenizer.separator_id
         tokens = generate_tokens(
             self.model,
@@ -177,28 +182,30 @@ class TextGenerator:
             vocab_limit=self.tokenizer.vocab_size,
             stop_id=separator,
         )
-        return self._decode(tokens)
 
-    def _decode(self, tokens: Iterator[int]) -> Iterator[str]:
-        decoder = StreamDecoder(self.tokenizer)
-        for token in tokens:
-            yield decoder.push(token)
-        yield decoder.flush()
+        # A generator of its own, so that a wrong argument raises at the call and not at the first piece.
+        def pieces() -> Iterator[str]:
+            for token in tokens:
+                yield decoder.push(token)
+            yield decoder.flush()
+
+        return pieces()
 
 
 def load_generator(
     source: str | Path, *, extra: Mapping[str, Any] | None = None, device: str | torch.device = "cpu"
 ) -> TextGenerator:
-    """Load the newest sound checkpoint below a folder, ready to write.
+    """Load the newest sound checkpoint below a folder, ready to generate.
 
-    Its weights are the averaged ones where the run kept an average (`optimizer.ema`), as they were evaluated.
+    Where the run kept an average of the weights (`optimizer.ema`), the averaged weights are loaded, as they were
+    evaluated.
 
-    The model is the one that the checkpoint's own configuration describes. Its name must be registered already, since
-    nothing that a checkpoint names is ever imported.
+    The checkpoint's own configuration describes the model. Its name must be registered already, since nothing that a
+    checkpoint names is ever imported.
 
     Args:
         source: a run's output folder, its checkpoints folder, or one checkpoint.
-        extra: `model.extra` of the run, for values that a checkpoint does not keep because their keys look secret.
+        extra: `model.extra` of the run, for values that a checkpoint leaves out because their keys look secret.
         device: where the model goes.
 
     Raises:
@@ -207,13 +214,25 @@ def load_generator(
         InputError: the model was not trained on text.
     """
     state = _load_state(Path(source))
-    tokenizer = _saved_tokenizer(state, source)
-    config = _saved_config(state, source)
+    if state.get("tokenizer") is None:
+        raise InputError(f"{source}: this model was trained on bare token ids; without a tokenizer it cannot write")
+    tokenizer = tokenizer_from_spec(state["tokenizer"])
+    if not state.get("config"):
+        raise CheckpointError(f"{source}: this checkpoint has no configuration; name the YAML it was trained with")
+    config = SpeedtronicConfig.from_dict(state["config"])
+    if config.model.name not in registry:
+        raise ConfigError(
+            f"{source}: this checkpoint is of the custom model {config.model.name!r}, and no code that a checkpoint "
+            "names is ever imported; name the YAML it was trained with, since its plugins define the model"
+        )
     for key, value in (extra or {}).items():
         if config.model.extra.get(key) is None:
             config.model.extra[key] = value
     model = build_model(config)
-    _load_weights(model, {**state["model"], **(state.get("ema") or {})})
+    try:
+        model.load_state_dict({**state["model"], **(state.get("ema") or {})})
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint's weights do not fit its model: {error}") from error
     longest = config.model.max_seq_len
     return TextGenerator(
         model=model.to(device).eval(),
@@ -225,45 +244,16 @@ def load_generator(
 
 def _load_state(source: Path) -> dict[str, Any]:
     if (source / MANIFEST).is_file():
-        return _load_one(source)
+        files = FileSystem()
+        try:
+            return read_state(files, source, read_manifest(files, source))
+        except CheckpointError as error:
+            raise CheckpointError(f"{source}: {error}") from error
     below = source / "checkpoints"
     state = CheckpointManager(below if below.is_dir() else source).load_latest()
     if state is None:
         raise CheckpointError(f"{source}: there is no checkpoint here; train first, or name the folder of a run")
     return state
-
-
-def _load_one(checkpoint: Path) -> dict[str, Any]:
-    files = FileSystem()
-    try:
-        return read_state(files, checkpoint, read_manifest(files, checkpoint))
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint}: {error}") from error
-
-
-def _saved_tokenizer(state: Mapping[str, Any], source: str | Path) -> Tokenizer:
-    if state.get("tokenizer") is None:
-        raise InputError(f"{source}: this model was trained on bare token ids; without a tokenizer it cannot write")
-    return tokenizer_from_spec(state["tokenizer"])
-
-
-def _saved_config(state: Mapping[str, Any], source: str | Path) -> SpeedtronicConfig:
-    if not state.get("config"):
-        raise CheckpointError(f"{source}: this checkpoint has no configuration; name the YAML it was trained with")
-    config = SpeedtronicConfig.from_dict(state["config"])
-    if config.model.name not in registry:
-        raise ConfigError(
-            f"{source}: this checkpoint is of the custom model {config.model.name!r}, and no code that a "
-            "checkpoint names is ever imported; name the YAML it was trained with, whose plugins define it"
-        )
-    return config
-
-
-def _load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint's weights do not fit its model: {error}") from error
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -275,38 +265,21 @@ def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) 
         raise ConfigError(f"top_p must be greater than 0 and at most 1, not {top_p}")
 
 
-def _keep_top_k(scores: Tensor, k: int) -> Tensor:
-    threshold = scores.topk(min(k, scores.size(-1)), dim=-1)
-    return torch.full_like(scores, -math.inf).scatter(-1, threshold.indices, threshold.values)
-
-
-def _keep_top_p(scores: Tensor, p: float) -> Tensor:
-    ordered, order = scores.sort(dim=-1, descending=True)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    beyond = before >= p
-    beyond[..., 0] = False
-    return torch.full_like(scores, -math.inf).scatter(-1, order, ordered.masked_fill(beyond, -math.inf))
-
-
 def _next_logits(model: nn.Module, ids: list[int]) -> Tensor:
     """Float32 `(1, V)` on the CPU: the scores of the token that follows `ids`."""
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     with evaluation_mode(model), torch.inference_mode():
         output = model(torch.tensor([ids], device=device))
-        return _logits_of(output)[:, -1].float().cpu()
-
-
-def _logits_of(output: Any) -> Tensor:
-    candidates = [output]
-    if isinstance(output, Mapping):
-        candidates = [output.get("logits")]
-    elif isinstance(output, tuple | list):
-        candidates = list(output)
-    for candidate in candidates:
-        if isinstance(candidate, Tensor) and candidate.ndim == 3:
-            return candidate
+        # The first tensor of three dimensions: of a mapping's "logits", of a tuple's fields, or the output itself.
+        candidates = [output]
+        if isinstance(output, Mapping):
+            candidates = [output.get("logits")]
+        elif isinstance(output, tuple | list):
+            candidates = list(output)
+        for candidate in candidates:
+            if isinstance(candidate, Tensor) and candidate.ndim == 3:
+                return candidate[:, -1].float().cpu()
     raise InputError(
         f"the model returned {type(output).__name__} without logits of shape (B, T, V); to generate, "
         "model(input_ids) must return them alone, in a tuple, or as 'logits' of a mapping"

@@ -37,7 +37,7 @@ def test_a_store_without_the_node_has_nothing_of_it() -> None:
     assert look(store, master, node="another") == EarlierSessions(START, frozenset(), {"s9": 0})
 
 
-def test_deltas_on_their_way_count_one_after_the_other() -> None:
+def test_outstanding_deltas_count_one_after_the_other() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
     store.put_if_absent(SECOND, deltas[1])
@@ -64,7 +64,7 @@ def test_of_sessions_on_the_disk_only_marks_are_looked_at() -> None:
     assert look(store, master, on_disk=("s1",)).covered == Position(2, 4, 20)
 
 
-def test_a_node_that_started_a_thousand_times_asks_for_its_last_lives_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_a_thousand_sessions_asks_only_for_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(earlier_sessions, "RECENT_SESSIONS", 2)
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
@@ -80,7 +80,7 @@ def test_a_node_that_started_a_thousand_times_asks_for_its_last_lives_only(monke
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "another's", "nothing of ours"])
-def test_what_will_not_enter_does_not_count(damage: str) -> None:
+def test_a_delta_that_cannot_enter_does_not_count(damage: str) -> None:
     store, master, deltas = two_deltas()
     whole = deltas[0]
     data = {
@@ -95,13 +95,13 @@ def test_what_will_not_enter_does_not_count(damage: str) -> None:
     assert look(store, master).covered == Position(2, 4, 20)
 
 
-def test_what_is_larger_than_a_delta_can_be_is_not_read() -> None:
+def test_an_object_larger_than_a_delta_is_not_read() -> None:
     store, master, _ = two_deltas()
     store.put_if_absent(FIRST, bytes(2**20))
     assert look(store, master).covered == START
 
 
-def test_names_that_are_no_deltas_are_passed_over() -> None:
+def test_names_that_are_not_deltas_are_ignored() -> None:
     store, master, _ = two_deltas()
     for name in ("in/n/s1/x.safetensors", "in/n/00000001.safetensors", "in/n/s1/00000000.safetensors"):
         store.put_if_absent(name, b"x")

@@ -62,7 +62,7 @@ def test_numbers_of_tokens_may_be_tensors() -> None:
     assert read_header(data).tokens == 13
 
 
-def test_the_base_moves_when_the_spool_is_written_not_when_it_is_uploaded() -> None:
+def test_the_base_moves_when_the_spool_is_written_and_not_at_the_upload() -> None:
     _, _, life = started()
     life.train(2)
     life.boundary()
@@ -75,7 +75,7 @@ def test_the_base_moves_when_the_spool_is_written_not_when_it_is_uploaded() -> N
     assert life.payloads("delta_upload_queued") == [{"step": 2, "seq": 1, "bytes": len(life.files.contents[SPOOL])}]
 
 
-def test_uploaded_bytes_are_those_of_the_spool_and_the_spool_is_free_then() -> None:
+def test_the_uploaded_bytes_are_those_of_the_spool_which_is_then_free() -> None:
     store, _, life = started()
     life.train(2)
     life.boundary()
@@ -137,7 +137,7 @@ def test_a_full_disk_makes_the_next_delta_cumulative() -> None:
     assert life.values == each_once(4)
 
 
-def test_a_write_that_failed_and_took_effect_leaves_no_spool() -> None:
+def test_a_failed_write_that_took_effect_leaves_no_spool() -> None:
     class Liar(MemoryFiles):
         def write(self, name: str, data: Any) -> None:
             super().write(name, data)
@@ -206,7 +206,7 @@ def test_without_a_master_boundaries_are_skipped_after_some_deltas_and_nothing_i
     assert life.values == each_once(2 * MAX_PENDING + 6)
 
 
-def test_what_bf16_loses_is_in_the_next_delta() -> None:
+def test_the_next_delta_holds_what_bf16_lost() -> None:
     _, master, life = started(codec="bf16")
     with torch.no_grad():
         life.model.done[0] = 1.0 + 2**-10  # eight bits of bf16 keep 1.0 of it
@@ -222,7 +222,7 @@ def test_what_bf16_loses_is_in_the_next_delta() -> None:
 # ---------------------------------------------------------------------- taking up
 
 
-def test_the_first_version_with_the_weights_it_began_with_keeps_what_was_learnt_before() -> None:
+def test_a_first_version_with_the_initial_weights_keeps_earlier_progress() -> None:
     store = MemoryStore()
     life = Life(store, MemoryFiles(), "s1")
     life.train(3)
@@ -234,7 +234,7 @@ def test_the_first_version_with_the_weights_it_began_with_keeps_what_was_learnt_
     assert life.hand_over(0) == "queued"
 
 
-def test_other_first_weights_are_adopted_and_it_is_said_how_many_steps_that_drops() -> None:
+def test_a_first_version_with_other_weights_is_adopted_and_dropped_steps_are_logged() -> None:
     store = MemoryStore()
     life = Life(store, MemoryFiles(), "s1")
     life.train(3)
@@ -273,7 +273,7 @@ def test_a_version_that_comes_between_the_first_one_and_its_installation_drops_n
     assert life.values[:3] == [5.0, -1.0, -1.0]
 
 
-def test_a_version_is_installed_once_and_told_of() -> None:
+def test_a_version_is_installed_once_and_reported() -> None:
     store, master, life = started()
     life.hand_over()
     master.take_in()
@@ -381,7 +381,7 @@ def _random_walk(seed: int) -> tuple[Tensor, list[float], Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_installing_keeps_what_is_pending_and_what_is_not_sent(seed: int) -> None:
+def test_an_installation_keeps_pending_and_unsent_progress(seed: int) -> None:
     local, base, reference = _random_walk(seed)
     assert (torch.tensor(base).double() - reference[0]).abs().max() < 1e-4
     assert (local.double() - reference[1]).abs().max() < 1e-4
@@ -400,7 +400,7 @@ def test_a_delta_that_was_refused_is_no_longer_kept() -> None:
     assert len(life.payloads("delta_rejected")) == 1
 
 
-def test_a_version_whose_weights_were_pruned_is_looked_for_again() -> None:
+def test_a_version_with_pruned_weights_is_replaced_by_the_next() -> None:
     store, master, life = started()
     life.hand_over()
     master.take_in()
@@ -413,7 +413,7 @@ def test_a_version_whose_weights_were_pruned_is_looked_for_again() -> None:
     assert install.manifest.version == 2
 
 
-def test_newest_weights_that_stay_missing_are_told_of_once() -> None:
+def test_missing_newest_weights_are_reported_once() -> None:
     store, master, life = started()
     life.hand_over()
     master.take_in()
@@ -426,7 +426,7 @@ def test_newest_weights_that_stay_missing_are_told_of_once() -> None:
     assert master.head.weights.path in life.words("WARNING")[0]
 
 
-def test_weights_that_are_not_those_of_the_model_are_refused_by_name() -> None:
+def test_weights_of_another_model_are_refused_by_name() -> None:
     store, master, life = started()
     wide = nn.Linear(3, 3)
     master.head = master._publish(master.head, snapshot(wide), {})
@@ -438,7 +438,7 @@ def test_weights_that_are_not_those_of_the_model_are_refused_by_name() -> None:
 # ---------------------------------------------------------------------- others
 
 
-def test_long_before_its_master_a_node_trains_and_says_so_ever_more_rarely() -> None:
+def test_a_node_without_a_master_trains_and_logs_it_less_and_less_often() -> None:
     store = MemoryStore()
     life = Life(store, MemoryFiles(), "s1")
     for _ in range(20):
@@ -453,7 +453,7 @@ def test_long_before_its_master_a_node_trains_and_says_so_ever_more_rarely() -> 
     assert life.values == each_once(42)
 
 
-def test_a_store_of_another_model_is_one_error_and_training_goes_on() -> None:
+def test_a_store_of_another_model_is_one_error_and_training_continues() -> None:
     store = MemoryStore()
     AddingMaster(store, nn.Linear(2, 2))
     life = Life(store, MemoryFiles(), "s1")
@@ -480,7 +480,7 @@ def test_two_nodes_of_one_name_are_warned_of_once_by_both() -> None:
         assert "another machine sends deltas as node 'n'" in life.words("WARNING")[0]
 
 
-def test_other_nodes_are_not_taken_for_ones_of_its_name() -> None:
+def test_other_nodes_are_not_taken_for_nodes_of_its_name() -> None:
     store = MemoryStore()
     master = AddingMaster(store)
     lives = [Life(store, MemoryFiles(), f"s{number}", node=f"n{number}") for number in (1, 2)]
@@ -631,7 +631,7 @@ def test_a_snapshot_that_could_not_be_spooled_is_memory_for_the_next() -> None:
     assert life.node.spare() is None
 
 
-def test_lanes_and_training_may_run_at_once() -> None:
+def test_background_threads_and_training_may_run_at_once() -> None:
     """A training thread that never waits, and lanes and a master that work as they can: each step counts once."""
     store, master, life = started()
     finished = threading.Event()

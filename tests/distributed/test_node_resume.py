@@ -47,7 +47,7 @@ def learnt(master: AddingMaster) -> list[float]:
 # ---------------------------------------------------------------------- the disk is not ahead of the checkpoint
 
 
-def test_a_node_goes_on_where_its_checkpoint_is() -> None:
+def test_a_node_continues_from_its_checkpoint() -> None:
     store, master, life = started()
     life.hand_over(2)
     life.train(1)  # not sent when it ends
@@ -58,7 +58,7 @@ def test_a_node_goes_on_where_its_checkpoint_is() -> None:
     assert again.values == learnt(master) == each_once(6)
 
 
-def test_pending_deltas_of_an_earlier_life_are_kept_until_a_version_covers_them() -> None:
+def test_pending_deltas_of_an_earlier_session_are_kept_until_a_version_covers_them() -> None:
     store, master, life = started()
     life.hand_over(2)
     again = Life(store, life.files, "s2", life.checkpoint())
@@ -91,7 +91,7 @@ def test_a_delta_in_the_spool_is_sent_first_under_its_old_name() -> None:
     assert again.values == learnt(master) == each_once(6)
 
 
-def test_nothing_is_handed_over_before_the_store_was_looked_at_again() -> None:
+def test_nothing_is_sent_before_the_first_look_after_a_restart() -> None:
     store, _, life = started()
     life.train(2)
     life.boundary()
@@ -103,7 +103,7 @@ def test_nothing_is_handed_over_before_the_store_was_looked_at_again() -> None:
     assert store.get("in/n/s1/00000001.safetensors", limit=2**20) is None
 
 
-def test_what_a_lossy_codec_still_owes_survives_a_restart() -> None:
+def test_the_residual_of_a_lossy_codec_survives_a_restart() -> None:
     store, master, life = started(codec="bf16")
     with torch.no_grad():
         life.model.done[0] = 1.0 + 2**-10
@@ -113,7 +113,7 @@ def test_what_a_lossy_codec_still_owes_survives_a_restart() -> None:
     assert learnt(master) == [1.0 + 2**-10, *each_once(4)[1:]]
 
 
-def test_before_the_first_version_a_restart_keeps_what_was_learnt() -> None:
+def test_a_restart_before_the_first_version_keeps_local_progress() -> None:
     store = MemoryStore()
     life = Life(store, MemoryFiles(), "s1")
     life.train(3)
@@ -123,7 +123,7 @@ def test_before_the_first_version_a_restart_keeps_what_was_learnt() -> None:
     assert again.values == learnt(master) == each_once(5)
 
 
-def test_a_restart_keeps_the_rhythm_of_boundaries() -> None:
+def test_a_restart_keeps_the_boundaries_where_they_were() -> None:
     store, _, life = started()
     life.hand_over(2)
     life.train(1)
@@ -151,7 +151,7 @@ def _older_checkpoint(uploaded: bool) -> tuple[MemoryStore, AddingMaster, Life, 
 
 @pytest.mark.parametrize("uploaded", [True, False])
 @pytest.mark.parametrize("taken_in", [True, False])
-def test_a_node_behind_its_ledger_goes_on_after_what_was_handed_over(uploaded: bool, taken_in: bool) -> None:
+def test_a_node_behind_its_ledger_continues_after_what_was_sent(uploaded: bool, taken_in: bool) -> None:
     store, master, life, checkpoint = _older_checkpoint(uploaded)
     if taken_in:
         master.take_in()
@@ -173,7 +173,7 @@ def test_a_node_behind_its_ledger_sends_nothing_before_it_has_a_version() -> Non
     assert again.hand_over(0) == "queued"
 
 
-def test_a_checkpoint_past_what_was_handed_over_without_it_says_how_much_is_dropped() -> None:
+def test_a_checkpoint_beyond_what_was_sent_without_it_reports_how_much_is_dropped() -> None:
     """Of a life that was without checkpoint and without store: its steps are of weights that no one else has."""
     store, master, life = started()
     life.hand_over(2)
@@ -185,7 +185,7 @@ def test_a_checkpoint_past_what_was_handed_over_without_it_says_how_much_is_drop
     assert again.values == learnt(master) == [*each_once(2)[:3], 0.0, 0.0, 0.0, -1.0, -1.0, *each_once(0)[8:]]
 
 
-def test_what_a_node_behind_its_ledger_learns_before_it_has_a_version_is_kept() -> None:
+def test_progress_of_a_node_behind_its_ledger_is_kept_until_it_has_a_version() -> None:
     store, master, life, checkpoint = _older_checkpoint(uploaded=True)
     master.take_in()
     again = Life(store, life.files, "s2", checkpoint)
@@ -194,7 +194,7 @@ def test_what_a_node_behind_its_ledger_learns_before_it_has_a_version_is_kept() 
     assert again.values == learnt(master) == each_once(6)
 
 
-def test_without_a_checkpoint_a_node_adopts_the_version_and_goes_on_after_what_was_handed_over() -> None:
+def test_without_a_checkpoint_a_node_adopts_the_version_and_continues_after_what_was_sent() -> None:
     store, master, life = started()
     life.hand_over(3)
     master.take_in()
@@ -209,7 +209,7 @@ def test_without_a_checkpoint_a_node_adopts_the_version_and_goes_on_after_what_w
     assert again.values == learnt(master) == each_once(5)
 
 
-def test_a_decision_that_was_not_installed_is_not_forgotten_for_a_newer_version() -> None:
+def test_a_pending_adoption_also_holds_for_a_newer_version() -> None:
     store, master, life = started()
     life.hand_over(3)
     master.take_in()
@@ -241,7 +241,7 @@ def test_on_a_new_disk_the_store_says_how_far_the_node_was(taken_in: bool, with_
     assert again.values == learnt(master) == each_once(8)
 
 
-def test_on_a_new_disk_an_earlier_life_is_not_taken_for_another_machine() -> None:
+def test_on_a_new_disk_an_earlier_session_is_not_taken_for_another_machine() -> None:
     store, master, _, _ = _older_checkpoint(uploaded=True)
     again = Life(store, MemoryFiles(), "s2")
     again.take_up()
@@ -251,7 +251,7 @@ def test_on_a_new_disk_an_earlier_life_is_not_taken_for_another_machine() -> Non
     assert again.words("WARNING") == []
 
 
-def test_on_a_new_disk_what_was_trained_past_the_store_without_it_is_dropped_with_a_word() -> None:
+def test_on_a_new_disk_steps_beyond_the_store_are_dropped_and_reported() -> None:
     """It cannot be told from what was trained on data that the store has."""
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
     again = Life(store, MemoryFiles(), "s2", checkpoint)
@@ -273,7 +273,7 @@ def test_on_a_new_disk_with_a_checkpoint_that_is_not_behind_nothing_is_dropped()
     assert again.values == learnt(master) == each_once(6)
 
 
-def test_what_was_in_the_spool_of_a_lost_disk_goes_into_the_next_delta() -> None:
+def test_the_spooled_delta_of_a_lost_disk_goes_into_the_next_delta() -> None:
     store, master, life = started()
     life.hand_over(2)
     life.train(2)
@@ -285,7 +285,7 @@ def test_what_was_in_the_spool_of_a_lost_disk_goes_into_the_next_delta() -> None
     assert again.values == learnt(master) == each_once(6)
 
 
-def test_so_it_does_at_the_end_of_training_and_a_life_after_that_knows() -> None:
+def test_the_spooled_delta_of_a_lost_disk_is_sent_at_the_end_of_training_and_not_again() -> None:
     store, master, life = started()
     life.train(2)
     life.boundary()
@@ -302,7 +302,7 @@ def test_so_it_does_at_the_end_of_training_and_a_life_after_that_knows() -> None
     assert third.node.state_dict()["pending"] == []
 
 
-def test_what_the_master_takes_in_while_a_node_looks_back_is_not_taken_for_lost() -> None:
+def test_deltas_processed_while_a_node_looks_back_do_not_count_as_lost() -> None:
     class Hasty(MemoryStore):
         """Its master works whenever a node lists its deltas."""
 
@@ -384,7 +384,7 @@ def _life_of_an_update(life: Life) -> None:
 @pytest.mark.parametrize("disk", [same_disk, new_disk])
 @pytest.mark.parametrize("saved_before", ["nothing", "the commit", "the boundary"])
 @pytest.mark.parametrize("effects", range(7))
-def test_killed_at_any_effect_nothing_is_lost_or_doubled(effects: int, saved_before: str, disk: Disk) -> None:
+def test_a_kill_at_any_request_loses_and_doubles_nothing(effects: int, saved_before: str, disk: Disk) -> None:
     store, master, life = started()
     life.hand_over(2)
     master.take_in()
@@ -407,7 +407,7 @@ def test_killed_at_any_effect_nothing_is_lost_or_doubled(effects: int, saved_bef
 
 
 @pytest.mark.parametrize("effects", range(10))
-def test_killed_while_it_finds_out_where_it_stands_a_node_finds_out_again(effects: int) -> None:
+def test_a_node_killed_during_its_first_look_repeats_it(effects: int) -> None:
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
     files = MemoryFiles()
     second = Life(store, files, "s2", checkpoint)
@@ -422,7 +422,7 @@ def test_killed_while_it_finds_out_where_it_stands_a_node_finds_out_again(effect
 # ---------------------------------------------------------------------- states and disks that do not fit
 
 
-def test_a_store_that_was_begun_anew_is_entered_as_a_new_node() -> None:
+def test_a_store_that_was_created_again_is_joined_as_a_new_node() -> None:
     _, _, life = started()
     life.hand_over(2)
     life.train(2)
@@ -449,7 +449,7 @@ def test_a_store_that_was_begun_anew_is_entered_as_a_new_node() -> None:
     assert learnt(master) == [5.0, 0, 0, 0, 0, -1, -1, *each_once(0)[7:]]
 
 
-def test_a_store_that_was_begun_anew_moves_a_new_run_nowhere() -> None:
+def test_a_store_that_was_created_again_does_not_move_a_new_run() -> None:
     _, _, life = started()
     life.hand_over(6)
     fresh = MemoryStore()
@@ -461,7 +461,7 @@ def test_a_store_that_was_begun_anew_moves_a_new_run_nowhere() -> None:
     assert learnt(master) == each_once(2)
 
 
-def test_a_checkpoint_of_another_node_only_gives_the_weights_to_begin_with() -> None:
+def test_a_checkpoint_of_another_node_gives_only_its_weights() -> None:
     store, master, life = started()
     life.hand_over(2)
     life.train(1)  # unsent: its own node sends it
@@ -485,7 +485,7 @@ def test_a_state_of_other_parameters_is_refused() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\x00" * 40, b'{"seq": 1}'])
-def test_a_damaged_ledger_is_said_and_the_store_is_asked(damage: bytes) -> None:
+def test_a_damaged_ledger_is_reported_and_the_store_is_asked(damage: bytes) -> None:
     store, master, life, checkpoint = _older_checkpoint(uploaded=True)
     life.files.contents[LEDGER] = damage
     again = Life(store, life.files, "s2", checkpoint)
@@ -495,7 +495,7 @@ def test_a_damaged_ledger_is_said_and_the_store_is_asked(damage: bytes) -> None:
 
 
 @pytest.mark.parametrize("damaged", [b"", b"x" * 100, "short", "flipped"])
-def test_a_damaged_spool_is_said_and_its_work_is_trained_again(damaged: bytes | str) -> None:
+def test_a_damaged_spool_is_reported_and_its_work_is_trained_again(damaged: bytes | str) -> None:
     store, master, life, checkpoint = _older_checkpoint(uploaded=False)
     spooled = life.files.contents[SPOOL]
     flipped = spooled[:-1] + bytes([spooled[-1] ^ 1])

@@ -52,7 +52,7 @@ def test_work_is_done_again_after_the_interval() -> None:
     assert lane.stop(SOON)
 
 
-def test_a_lane_that_is_woken_during_its_work_does_it_once_more() -> None:
+def test_a_thread_woken_during_its_work_does_it_once_more() -> None:
     begun, go_on, twice, calls = threading.Event(), threading.Event(), threading.Event(), []
 
     def work() -> bool:
@@ -73,7 +73,7 @@ def test_a_lane_that_is_woken_during_its_work_does_it_once_more() -> None:
     assert len(calls) == 2, "and not again and again"
 
 
-def test_an_error_is_told_and_the_lane_goes_on() -> None:
+def test_an_error_is_reported_and_the_thread_continues() -> None:
     told: list[Exception] = []
     done = threading.Event()
 
@@ -90,7 +90,7 @@ def test_an_error_is_told_and_the_lane_goes_on() -> None:
     assert [str(error) for error in told] == ["the disk is full"]
 
 
-def test_a_lane_that_hangs_is_left_to_end_by_itself() -> None:
+def test_a_hanging_thread_is_left_to_end_by_itself() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def work() -> bool:
@@ -106,7 +106,7 @@ def test_a_lane_that_hangs_is_left_to_end_by_itself() -> None:
     assert lane.stop(SOON), "it does no more work, though it asked for it"
 
 
-def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_of_it() -> None:
+def test_threads_that_share_a_stop_event_end_together() -> None:
     stopping = threading.Event()
     begun = threading.Event()
 
@@ -124,5 +124,5 @@ def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_o
     assert waiting.stop(SOON)
 
 
-def test_a_lane_that_was_never_started_is_stopped_without_waiting() -> None:
+def test_a_thread_that_never_started_stops_without_waiting() -> None:
     assert BackgroundThread("test", lambda: False, interval=NEVER, failed=ignore).stop(0.0)

@@ -301,14 +301,14 @@ def test_the_average_begins_with_the_weights_that_a_coordinator_starts_with() ->
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_where_other_weights_are_trained_than_before_the_average_begins_anew_and_says_so(replaced: bool) -> None:
+def test_the_average_starts_over_with_a_warning_when_other_weights_are_trained_than_before(replaced: bool) -> None:
     stream = StringIO()
     model = Regression()
     model.linear.weight.requires_grad_(replaced)
     ours = averaging(0.5, model=model, logger=MetricLogger(stream=stream))
     ours.fit(1)
     ours.fit(2)
-    assert "begins anew" not in stream.getvalue()
+    assert "starts over" not in stream.getvalue()
     if replaced:
         model.linear.weight = nn.Parameter(torch.ones(1, 3))
         ours.optimizer.add_param_group({"params": [model.linear.weight]})
@@ -316,7 +316,7 @@ def test_where_other_weights_are_trained_than_before_the_average_begins_anew_and
         model.linear.weight.requires_grad_(True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ours.fit(3)
-    assert "begins anew" in stream.getvalue()
+    assert "starts over" in stream.getvalue()
     assert averages(ours).keys() == before.keys()
     for name, average in averages(ours).items():
         assert torch.equal(average, before[name].lerp(model.get_parameter(name).detach(), 0.5))
@@ -488,7 +488,7 @@ def resumed_log(folder: Path, before: float | None, after: float | None) -> tupl
 
 def test_an_average_that_is_switched_on_begins_with_the_restored_weights(tmp_path: Path) -> None:
     trainer, log = resumed_log(tmp_path, None, 0.9)
-    assert "the checkpoint has no average of the weights, so it begins with them" in log
+    assert "the checkpoint has no average of the weights, so it starts with its weights" in log
     assert_same(averages(trainer), saved(tmp_path)["model"])
 
 

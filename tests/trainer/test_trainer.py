@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from speedtronic.errors import CheckpointError, DeviceError, NonFiniteError, Run
 from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, resolve_device
 from speedtronic.shapes import ShapeReport, resolve_shape_profile
-from speedtronic.trainer import SpeedtronicTrainer, SyncCoordinator, Trainer, TrainingEngine, trainer
+from speedtronic.trainer import SpeedtronicTrainer, SyncCoordinator, Trainer, TrainingEngine, step
+from speedtronic.trainer.step import Updater
 from tests.support.listening import Listening
 from tests.support.models import Endless, Events, Regression, Silence, make_trainer, regression_batches
 
@@ -679,8 +681,10 @@ def scalar_reads(accumulation: int, optimizer_kind: str, ema: float | None = Non
     config = config_of(data=data, optimizer={"ema": ema})
     ours = make_trainer(model, successor_batches(), optimizer=kinds[optimizer_kind](), config=config)
     ours.fit(1)
-    ours._guarded_update = spanned(ours._guarded_update)  # type: ignore[method-assign]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with (
+        mock.patch.object(Updater, "_guarded_update", spanned(Updater._guarded_update)),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
         ours.fit(5)
     return [place(event) for event in profile.events() if event.name == "aten::_local_scalar_dense"]
 
@@ -832,7 +836,7 @@ def test_an_overflow_leaves_step_scheduler_and_coordinator_alone() -> None:
 
 
 def test_an_endless_overflow_ends_in_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "MAX_CONSECUTIVE_OVERFLOWS", 5)
+    monkeypatch.setattr(step, "MAX_CONSECUTIVE_OVERFLOWS", 5)
     model = Overflowing(-1)
     ours = make_trainer(model, precision=SCALED)
     with pytest.raises(ScalerOverflowError, match=r"step 1: the gradients overflowed 5 times"):
@@ -1111,8 +1115,8 @@ def by_algorithm(*algorithms: str | None) -> Trainer:
 @pytest.mark.parametrize(
     ("saved", "own", "message"),
     [
-        (("muon", "adamw"), (None, None), "written by another optimizer .* train on with optimizer.name: muon, or"),
-        ((None, None), ("muon", "adamw"), "written by another optimizer .* train on with optimizer.name: adamw, or"),
+        (("muon", "adamw"), (None, None), "written by another optimizer .* continue with optimizer.name: muon, or"),
+        ((None, None), ("muon", "adamw"), "written by another optimizer .* continue with optimizer.name: adamw, or"),
         (("muon", "adamw"), ("adamw", "adamw"), "divides the weights as muon, adamw, and this one as adamw, adamw: "),
     ],
 )

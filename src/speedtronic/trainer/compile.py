@@ -1,18 +1,22 @@
-"""`torch.compile` around a model, as the trainer uses it."""
+"""`torch.compile` around a model, and training without it after it fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from speedtronic.config import SpeedtronicConfig
+from speedtronic.metrics import MetricLogger
+
 
 class CompiledModel:
     """A compiled module that leaves batches smaller than the first one to the eager module.
 
-    A short last batch would otherwise be compiled for on its own, which costs more than it can win back.
+    A short last batch would otherwise be compiled for on its own, which costs more than it saves.
 
     Args:
         model: the module to compile; its parameters and their names stay its own.
@@ -30,15 +34,45 @@ class CompiledModel:
         self._batch_size: int | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        size = next(_leading_sizes([*args, *kwargs.values()]), 0)
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim)
+        size = next((tensor.shape[0] for tensor in tensors), 0)
         if self._batch_size is None:
             self._batch_size = size
         short = size < self._batch_size and not self._any_shape
         return self._eager(*args, **kwargs) if short else self._compiled(*args, **kwargs)
 
 
-def _leading_sizes(values: list[Any]) -> Iterator[int]:
-    return (value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim)
+class Compilation:
+    """Compiles a model, and logs it when that fails.
+
+    Args:
+        model: the module to compile.
+        config: its `compile` and `compile_options`.
+        logger: receives `compile` events, and a warning with the traceback of a failure.
+
+    Attributes:
+        model: the compiled model; None where nothing is compiled, or not any more.
+    """
+
+    def __init__(self, model: nn.Module, config: SpeedtronicConfig, logger: MetricLogger) -> None:
+        self.model: CompiledModel | None = None
+        self._logger = logger
+        if not config.compile:
+            return
+        options = config.compile_options
+        try:
+            self.model = CompiledModel(model, mode=options.mode, dynamic=options.dynamic)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the eager model can train
+            self.abandon("construction_failed", error)
+        else:
+            logger.emit("compile", {"status": "enabled"})
+
+    def abandon(self, status: str, error: Exception) -> None:
+        """Train without compilation from now on."""
+        self.model = None
+        self._logger.emit("compile", {"status": status, "error": f"{type(error).__name__}: {error}"})
+        trace = "".join(traceback.format_exception(error))
+        self._logger.warning(f"compilation failed; training continues without it:\n{trace}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,13 @@ from speedtronic.trainer.compile import is_out_of_memory
 
 
 class _Averaged(NamedTuple):
-    """A trained weight, the copy's parameter for it, and the average: that very parameter where it is exact enough."""
+    """One weight of the model and its average.
+
+    Attributes:
+        weight: the trained weight.
+        shown: the parameter in the copy, in the dtype of the weight.
+        average: float32 or wider; the very same tensor as `shown` where that is.
+    """
 
     weight: Tensor
     shown: Tensor
@@ -23,24 +29,22 @@ class _Averaged(NamedTuple):
 
 
 class WeightAverage:
-    """A copy of a model in evaluation mode, whose weights are the average of those that training went through:
+    """A copy of a model in evaluation mode, with the average of the weights that training went through:
 
-        average₀ = weights₀,    average ← decay · average + (1 - decay) · weights    after each update,
+        average₀ = weights₀,    average ← decay · average + (1 - decay) · weights    after each update.
 
-    bit for bit what `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` computes, but that a
-    refused update is left out without reading from the device whether it was.
+    This equals `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` bit for bit. Besides, a
+    refused update is left out, without reading from the device whether it was refused.
 
     Averages of half-precision weights are float32: one step of a decay of 0.999 is below the resolution of bfloat16,
-    and the average would stand still. Tied weights are averaged once. Frozen weights and buffers, such as running
-    statistics, are the model's own: the copy shares them. Plain attributes of modules stay what they were when the
-    copy was made.
+    and the average would not move. Tied weights are averaged once. The copy shares the frozen weights and the buffers,
+    such as running statistics, with the model. Plain attributes of modules stay as they were when the copy was made.
 
-    The copy takes as much memory as the trained weights do in float32, and theirs once more where they are of half
-    precision.
+    Memory: the trained weights in float32, and once more in their own dtype where that is a half precision.
 
     Args:
         model: the plain module, on its device.
-        decay: between 0 and 1; the average is over about the last 1 / (1 - decay) updates.
+        decay: between 0 and 1; the average covers about the last 1 / (1 - decay) updates.
 
     Raises:
         ConfigError: the model cannot be copied.
@@ -50,32 +54,39 @@ class WeightAverage:
         self._decay = decay
         self._copy = _copied(model).eval()
         self._modules = list(zip(self._copy.modules(), model.modules(), strict=True))
-        shown = dict(self._copy.named_parameters(remove_duplicate=False))
-        trained = [item for item in model.named_parameters(remove_duplicate=False) if item[1].requires_grad]
-        parts = {weight: _averaged(weight, shown[name]) for name, weight in trained}
+        self._weights = _trained(model)
+        copies = dict(self._copy.named_parameters(remove_duplicate=False))
+        # By weight, so that tied weights, which have several names, are averaged once.
+        parts: dict[Tensor, _Averaged] = {}
+        for name, weight in self._weights.items():
+            if weight not in parts:
+                shown = copies[name].requires_grad_(False)
+                average = shown.to(torch.promote_types(shown.dtype, torch.float32))
+                parts[weight] = _Averaged(weight, shown, average)
         self._parts = list(parts.values())
-        self._names = {name: parts[weight].average for name, weight in trained}
-        self._weights = dict(trained)
+        self._averages = {name: parts[weight].average for name, weight in self._weights.items()}
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether the weights that the model trains are still those averaged here, and not others in their place."""
-        trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        """Whether the model still trains the weights that are averaged here, and no others."""
+        trained = _trained(model)
         return trained.keys() == self._weights.keys() and all(trained[name] is self._weights[name] for name in trained)
 
     @torch.no_grad()
     def update(self, refused: Tensor | None = None) -> None:
-        """Take in the weights as they are now.
+        """Move the average towards the weights of now.
 
         Args:
-            refused: 0-dim, on the device; 1.0 where the update was refused, and the average stays as it is. None where
-                it was applied.
+            refused: 0-dim, on the device; 1.0 where the update was refused, which leaves the average as it is. None
+                where it was applied.
         """
-        gains = {dtype: self._gain(refused, dtype) for dtype in {part.average.dtype for part in self._parts}}
+        # average += gain · (weight - average). The gain of a refused update is 0, computed on the device.
+        gain = 1 - self._decay
+        gains: dict[torch.dtype, Tensor | float] = {
+            dtype: gain if refused is None else (1 - refused.to(dtype)) * gain
+            for dtype in {part.average.dtype for part in self._parts}
+        }
         for weight, _, average in self._parts:
             average.lerp_(weight.to(average.dtype), gains[average.dtype])
-
-    def _gain(self, refused: Tensor | None, dtype: torch.dtype) -> Tensor | float:
-        return 1 - self._decay if refused is None else (1 - refused.to(dtype)) * (1 - self._decay)
 
     @torch.no_grad()
     def model(self) -> nn.Module:
@@ -84,14 +95,14 @@ class WeightAverage:
             if shown.dtype != average.dtype:
                 shown.copy_(average)
         for copied, original in self._modules:
-            # A forward may have put another tensor in a buffer's place.
+            # A forward pass may have replaced a buffer by another tensor.
             for name, buffer in original._buffers.items():
                 setattr(copied, name, buffer)
         return self._copy
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages themselves, by the model's names of the trained weights; tied names have one tensor."""
-        return {name: average.detach() for name, average in self._names.items()}
+        return {name: average.detach() for name, average in self._averages.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -100,11 +111,11 @@ class WeightAverage:
         Raises:
             CheckpointError: they are not those of this model's trained weights; all that differs is listed.
         """
-        problems = [f"{name} has none in the checkpoint" for name in self._names.keys() - state.keys()]
-        problems += [f"{name} is not trained here" for name in state.keys() - self._names.keys()]
+        problems = [f"{name} has none in the checkpoint" for name in self._averages.keys() - state.keys()]
+        problems += [f"{name} is not trained here" for name in state.keys() - self._averages.keys()]
         problems += [
             f"that of {name} has shape {tuple(state[name].shape)}, and the weight {tuple(average.shape)}"
-            for name, average in self._names.items()
+            for name, average in self._averages.items()
             if name in state and state[name].shape != average.shape
         ]
         if problems:
@@ -113,13 +124,17 @@ class WeightAverage:
                 + "\n  ".join(sorted(problems))
                 + "\nSet optimizer.ema to null to train on without it"
             )
-        for name, average in self._names.items():
+        for name, average in self._averages.items():
             average.copy_(state[name])
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
 
 def _copied(model: nn.Module) -> nn.Module:
     frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    # What is in the memo counts as copied already, and so is shared.
+    # deepcopy takes what is in its memo as copied already, so the copy shares it.
     shared = {id(tensor): tensor for tensor in chain(frozen, model.buffers())}
     try:
         with torch.no_grad():
@@ -131,8 +146,3 @@ def _copied(model: nn.Module) -> nn.Module:
             f"optimizer.ema: the average is kept in a copy of the model, and this model cannot be copied "
             f"({type(error).__name__}: {error}); give it a __deepcopy__, or set optimizer.ema to null"
         ) from error
-
-
-def _averaged(weight: Tensor, shown: Tensor) -> _Averaged:
-    shown.requires_grad_(False)
-    return _Averaged(weight, shown, shown.to(torch.promote_types(shown.dtype, torch.float32)))

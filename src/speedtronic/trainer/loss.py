@@ -50,38 +50,31 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None) -
 
 
 def _infer_loss(output: Any, batch: Any) -> Tensor:
-    if isinstance(output, Mapping):
-        return _from_mapping(output, batch)
     if isinstance(output, Tensor):
         return output
+    if isinstance(output, Mapping):
+        loss, logits = output.get("loss"), output.get("logits")
+        if isinstance(loss, Tensor):
+            return loss
+        if isinstance(logits, Tensor) and logits.ndim == 3:
+            return _causal_loss(logits, batch)
+        raise TypeError(
+            f"cannot find a loss in a model output with the keys {sorted(map(str, output))}: it needs a 'loss' tensor, "
+            "or 'logits' of shape (batch, sequence, vocabulary); or pass loss_fn to the Trainer"
+        )
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
-        return _from_sequence(output[0], batch)
+        first = output[0]
+        if first.ndim <= 1:
+            return first
+        if first.ndim == 3:
+            return _causal_loss(first, batch)
+        raise TypeError(
+            f"the first field of the model output has shape {tuple(first.shape)}: it must be a loss, one for the batch "
+            "or one per sample, or logits of shape (batch, sequence, vocabulary); or pass loss_fn to the Trainer"
+        )
     raise TypeError(
         f"cannot find a loss in a model output of type {type(output).__name__}: return a mapping with 'loss' or "
         "'logits', a loss tensor, or a tuple that begins with one; or pass loss_fn to the Trainer"
-    )
-
-
-def _from_mapping(output: Mapping[Any, Any], batch: Any) -> Tensor:
-    loss, logits = output.get("loss"), output.get("logits")
-    if isinstance(loss, Tensor):
-        return loss
-    if isinstance(logits, Tensor) and logits.ndim == 3:
-        return _causal_loss(logits, batch)
-    raise TypeError(
-        f"cannot find a loss in a model output with the keys {sorted(map(str, output))}: it needs a 'loss' tensor, or "
-        "'logits' of shape (batch, sequence, vocabulary); or pass loss_fn to the Trainer"
-    )
-
-
-def _from_sequence(first: Tensor, batch: Any) -> Tensor:
-    if first.ndim <= 1:
-        return first
-    if first.ndim == 3:
-        return _causal_loss(first, batch)
-    raise TypeError(
-        f"the first field of the model output has shape {tuple(first.shape)}: it must be a loss, one for the batch or "
-        "one per sample, or logits of shape (batch, sequence, vocabulary); or pass loss_fn to the Trainer"
     )
 
 

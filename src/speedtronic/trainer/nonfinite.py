@@ -1,4 +1,4 @@
-"""Keeps an update with a non-finite loss or gradient away from the model."""
+"""Keeps an update with a loss or gradient that is not finite (NaN or infinite) away from the model."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from speedtronic.errors import NonFiniteError
+
 Policy = Literal["stop", "skip", "ignore"]
 
 
 class NonFiniteGuard:
     """Decides for each update whether the optimizer may apply it.
 
-    A fused optimizer takes the verdict as a tensor (`found_inf`, as gradient scalers hand it over) and leaves the
-    weights alone by itself, so nothing is read back; for others one number per update is read. Under `stop` the
-    verdict sticks: once an update was bad, no later one is applied until the trainer has seen it and raised.
+    A fused optimizer takes the verdict as a tensor (`found_inf`, as from a gradient scaler) and skips a bad update by
+    itself, so the host reads nothing. For other optimizers the host reads one number per update. Under `stop` the
+    verdict is sticky: after a bad update no later one is applied, until the trainer reads the verdict and raises.
 
-    The running statistics of norms are written by the forward pass, before there is a verdict. They are kept, and put
+    The forward pass writes the running statistics of norms before there is a verdict. So they are copied first, and put
     back where the verdict is bad.
 
     Args:
-        policy: what is done about a bad update; `ignore` applies it.
+        policy: what to do about a bad update; `ignore` applies it.
         optimizer: applies the updates.
-        model: whose buffers are put back; without it none are.
+        model: the owner of the buffers that are put back; without it none are.
 
     Attributes:
-        refused: whether the last update is already known on the host to have been refused.
+        refused: whether the host knows that the last update was refused.
     """
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
@@ -34,24 +36,26 @@ class NonFiniteGuard:
         self._buffers = _running_statistics(model) if model is not None and policy != "ignore" else []
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._optimizer = optimizer
-        self._gated = bool(vars(optimizer).get("_step_supports_amp_scaling", False))
+        self._takes_verdict = bool(vars(optimizer).get("_step_supports_amp_scaling", False))
         self._bad: Tensor | None = None
         self.refused = False
 
     def keep_buffers(self) -> None:
-        """Keep the buffers as they are now, before the forward passes of an update."""
+        """Copy the buffers, before the forward passes of an update."""
         buffers = [owner._buffers[name] for owner, name in self._buffers]
         self._kept = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
 
     def put_buffers_back(self, bad: Tensor | None = None) -> None:
-        """Put the kept buffers back, where `bad` is 1.0; without it in any case."""
+        """Put the copies back where `bad` is 1.0; always, where it is None."""
         for buffer, kept in self._kept:
             buffer.copy_(kept if bad is None else torch.where(bad > 0, kept, buffer))
 
     def inspect(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Return 1.0 where this update must not be applied, else 0.0: a 0-dim float32 tensor on the device."""
+        # The sum is finite only where both are.
         bad = (~torch.isfinite(loss + norm)).to(torch.float32)
-        if self._policy == "stop" and self._gated:
+        if self._policy == "stop" and self._takes_verdict:
+            # The host will know only at the next log, so a bad update also refuses those after it.
             self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)
             return self._bad
         return bad
@@ -60,27 +64,34 @@ class NonFiniteGuard:
         """Let the optimizer apply the update, unless `bad` forbids it."""
         if self._policy == "ignore":
             self._optimizer.step()
-        elif self._gated:
-            self._gated_step(bad)
+        elif self._takes_verdict:
+            optimizer: Any = self._optimizer
+            optimizer.found_inf = bad
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf
         else:
             self.refused = bool(bad.item())
             if not self.refused:
                 self._optimizer.step()
         self.put_buffers_back(bad)
 
-    def _gated_step(self, bad: Tensor) -> None:
-        optimizer: Any = self._optimizer
-        optimizer.found_inf = bad
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.found_inf
+
+def nonfinite_error(step: int, *, loss: float, norm: float) -> NonFiniteError:
+    """The error that ends a run under the policy `stop`."""
+    return NonFiniteError(
+        f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; the weights are those of the step before. "
+        "Lower the learning rate, set optimizer.grad_clip, or look at the data; run.on_nonfinite: skip leaves such "
+        "updates out",
+        step=step,
+    )
 
 
 def _running_statistics(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The owners and names of the buffers that a checkpoint holds and a forward may write: averages and counts.
+    """The owners and names of the buffers that a checkpoint holds and a forward pass may write: averages and counts.
 
-    Whole numbers of more than one are no statistics: quantised weights, which it would be a waste to copy.
+    A tensor of many integers is left out: those are quantised weights, which no forward pass writes.
     """
     saved = model.state_dict()
     return [

@@ -1,4 +1,4 @@
-"""Brings the numbers of finished updates from the device to the host without stopping the loop for them."""
+"""Reads the numbers of finished updates back from the device, without making the loop wait for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The device's part of an update, on the host."""
+    """The numbers of an update after they were read from the device."""
 
     update: Update
     loss: float
@@ -50,9 +50,9 @@ class Numbers:
 class Readback:
     """Collects updates and reads them back one window at a time.
 
-    A window closes every `every` steps. On an accelerator its copy is queued behind the work that produces the
-    numbers, and is handed out as soon as it has arrived, at the latest when the next window closes. On the CPU it is
-    handed out at once.
+    A window closes every `every` steps. On CUDA the copy of its numbers to the host is then queued behind the work that
+    produces them. They are returned as soon as they have arrived, at the latest when the next window closes. On the CPU
+    they are returned at once.
     """
 
     def __init__(self, device: torch.device, every: int) -> None:
@@ -65,10 +65,11 @@ class Readback:
         """Add an update; return those whose numbers have arrived, oldest first."""
         self._open.append(update)
         if update.step % self._every == 0:
+            # Windows before this one are a whole window old, so waiting for them costs nothing.
             overdue = self._take(self._copying)
             self._close_window()
-            return overdue + self._arrived()
-        return self._arrived()
+            return overdue + self._take_arrived()
+        return self._take_arrived()
 
     def drain(self) -> list[Numbers]:
         """Wait for everything that was added and return it, oldest first."""
@@ -80,7 +81,7 @@ class Readback:
             self._copying.append(_Window(self._open, self._device))
             self._open = []
 
-    def _arrived(self) -> list[Numbers]:
+    def _take_arrived(self) -> list[Numbers]:
         return self._take([window for window in self._copying if window.arrived()])
 
     def _take(self, windows: list[_Window]) -> list[Numbers]:
@@ -89,12 +90,13 @@ class Readback:
 
 
 class _Window:
-    """The device numbers of some updates, stacked into one tensor and on their way to the host."""
+    """The device's numbers of some updates, stacked into one tensor whose copy to the host has started."""
 
     def __init__(self, updates: list[Update], device: torch.device) -> None:
         self._updates = updates
         # MPS has no float64; elsewhere a float64 model's loss arrives as it was.
         dtype = torch.float32 if device.type == "mps" else torch.float64
+        # One stack and one copy for the whole window. Masked token counts are int64, so they get a tensor of their own.
         rows = torch.stack([n.to(dtype) for u in updates for n in (u.loss, u.grad_norm, u.bad)]).view(-1, 3)
         masked = [u.tokens for u in updates if isinstance(u.tokens, Tensor)]
         tokens = torch.stack(masked) if masked else None

@@ -52,29 +52,15 @@ class StepReporter:
 
     def report(self, numbers: Numbers) -> None:
         """Count, keep and emit one finished update."""
-        self._counters.samples += numbers.update.samples
+        update = numbers.update
+        self._counters.samples += update.samples
         self._counters.tokens += numbers.tokens
         self._steps += 1
         self.final_loss = finite_or_none(numbers.loss)
-        record = self._record(numbers)
-        self.records.append(record)
-        self._logger.emit("train_step", record)
-
-    def move_to(self, samples: int, tokens: int) -> None:
-        """Set the cumulative counters, without counting the difference as this invocation's work."""
-        self._first.samples += samples - self._counters.samples
-        self._first.tokens += tokens - self._counters.tokens
-        self._counters.samples, self._counters.tokens = samples, tokens
-
-    def elapsed(self) -> float:
-        """Seconds since this invocation began."""
-        return time.perf_counter() - self.started
-
-    def _record(self, numbers: Numbers) -> dict[str, Any]:
-        update = numbers.update
+        # Rates are of this invocation alone, so they begin at its first step, not at that of the run.
         seconds = max(update.at - self.started, 1e-9)
         tokens_per_sec = (self._counters.tokens - self._first.tokens) / seconds
-        record = {
+        record: dict[str, Any] = {
             "step": update.step,
             "loss": numbers.loss,
             "lr": update.lr,
@@ -90,4 +76,15 @@ class StepReporter:
         }
         if self._utilisation is not None:
             record["mfu"] = self._utilisation(tokens_per_sec)
-        return record
+        self.records.append(record)
+        self._logger.emit("train_step", record)
+
+    def move_to(self, samples: int, tokens: int) -> None:
+        """Set the cumulative counters, without counting the difference as this invocation's work."""
+        self._first.samples += samples - self._counters.samples
+        self._first.tokens += tokens - self._counters.tokens
+        self._counters.samples, self._counters.tokens = samples, tokens
+
+    def elapsed(self) -> float:
+        """Seconds since this invocation began."""
+        return time.perf_counter() - self.started

@@ -1,4 +1,4 @@
-"""What a `fit` comes back with."""
+"""What `fit` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, overload
 class MetricRecords(Sequence[dict[str, Any]]):
     """A list of dicts that keeps its numbers in typed columns and makes each dict when it is asked for.
 
-    A record of ten numbers costs 80 bytes here and about 500 as a dict. The first record fixes the keys.
+    A record of ten numbers takes 80 bytes here and about 500 as a dict. The first record fixes the keys.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,13 @@ class MetricRecords(Sequence[dict[str, Any]]):
         if record.keys() != self._columns.keys():
             raise ValueError(f"keys {sorted(record)} differ from those of the first record {sorted(self._columns)}")
         for key, value in record.items():
-            self._append_value(key, value)
+            column = self._columns[key]
+            try:
+                column.append(value)
+            except (TypeError, OverflowError):
+                # The typed column cannot hold this value, so it becomes a list.
+                self._columns[key] = [*column, value]
         self._length += 1
-
-    def _append_value(self, key: str, value: Any) -> None:
-        column = self._columns[key]
-        try:
-            column.append(value)
-        except (TypeError, OverflowError):
-            self._columns[key] = [*column, value]
 
     def __len__(self) -> int:
         return self._length

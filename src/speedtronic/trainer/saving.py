@@ -1,4 +1,4 @@
-"""The trainer's side of checkpoints: when one is due, and what happens when a save fails."""
+"""The trainer's side of checkpoints: when one is due, and what a failed save means."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from speedtronic.metrics import MetricLogger
 
 
 class CheckpointSaver:
-    """Saves, in the background where asked to, and reports each finished or failed save as a `checkpoint` event.
+    """Saves checkpoints, and reports each finished or failed save as a `checkpoint` event.
 
-    A failed save never ends the run: the older checkpoints stay, the next one that is due is tried as if nothing had
-    happened, and `error` says what went wrong with the last one.
+    A failed save never ends the run: the older checkpoints stay, and the next one is tried when it is due. `error` says
+    why the last save failed, if it did.
 
     Args:
         manager: writes the checkpoints.
@@ -40,7 +40,7 @@ class CheckpointSaver:
         return self._step == step and self.error is None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save `state`; waits for a write that is still on its way first."""
+        """Save `state`, after the write before it has ended."""
         self.wait()
         self._step, self.error = step, None
         try:
@@ -57,7 +57,7 @@ class CheckpointSaver:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the write on its way, and report how it ended."""
+        """Wait for the current write, and report how it ended."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -69,7 +69,7 @@ class CheckpointSaver:
             self._saved(writing.result())
 
     def close(self) -> None:
-        """Wait like `wait`, and give back what saving in the background takes."""
+        """Wait, then end the background thread of the manager."""
         self.wait()
         self._manager.close()
 
@@ -81,5 +81,5 @@ class CheckpointSaver:
         self._logger.emit("checkpoint", {"step": self._step, "path": None, "error": self.error})
         self._logger.warning(
             f"the checkpoint of step {self._step} could not be written ({error}); the older ones stay, and training "
-            "goes on"
+            "continues"
         )

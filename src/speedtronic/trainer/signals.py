@@ -14,9 +14,9 @@ WATCHED = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalWatch:
-    """Context manager: while it is open, the first SIGINT or SIGTERM is noted in `received`, the second one kills.
+    """Context manager that keeps the first SIGINT or SIGTERM in `received`. The second one ends the process.
 
-    Only the main thread of a process may install handlers; elsewhere nothing is watched and `received` stays None.
+    Only the main thread of a process may install handlers. In other threads `received` stays None.
     """
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class SignalWatch:
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
             handler: Callable[[int, FrameType | None], None] = self._note
-            # What the process was told to ignore, as a shell tells its background jobs, stays ignored.
-            heard = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
-            self._previous = {number: signal.signal(number, handler) for number in heard}
+            # A signal that the process ignores, as background jobs of a shell do, stays ignored.
+            watched = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
+            self._previous = {number: signal.signal(number, handler) for number in watched}
         return self
 
     def __exit__(
@@ -38,18 +38,14 @@ class SignalWatch:
         traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
-            # A handler that was not installed from Python cannot be put back by it; the default is the nearest.
+            # None is a handler that was not installed from Python, and Python cannot install it again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            _show_cursor()
+            if sys.stdout is not None and sys.stdout.isatty():
+                # A live progress line has hidden the cursor, and nothing else will show it again.
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = signal.Signals(number)
-
-
-def _show_cursor() -> None:
-    """Undo what a live progress line did to the terminal, which will have no other occasion."""
-    if sys.stdout is not None and sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-# Dense bf16/fp16 tensor-core peaks in FLOP/s, from the vendors' data sheets. The first name that the device's name
-# contains decides, so longer names stand before the shorter ones they contain.
+# Dense bf16/fp16 tensor-core peaks in FLOP/s, from the vendors' data sheets. The first name found in the device's name
+# decides, so longer names stand before the shorter ones they contain.
 PEAK_FLOPS = {
     "H200": 989.4e12,
     "H100 PCIe": 756e12,
@@ -40,6 +41,17 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
 
 
+def flop_utilisation(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, sequence_length: int | None
+) -> Callable[[float], float] | None:
+    """From tokens per second to model FLOP utilisation; None where the peak or the length is unknown."""
+    peak = device_peak_flops(device, dtype)
+    if peak is None or sequence_length is None:
+        return None
+    share = training_flops_per_token(model, sequence_length) / peak
+    return lambda tokens_per_sec: tokens_per_sec * share
+
+
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of a known CUDA device in 16-bit arithmetic; None for any other device or dtype."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -51,7 +63,7 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def training_flops_per_token(model: nn.Module, sequence_length: int) -> float:
     """FLOPs of one token's forward and backward pass.
 
-    A model that offers `flops_per_token(sequence_length)` knows; for others it is 6 times the number of parameters
+    The model's own `flops_per_token(sequence_length)` where it has one, else 6 times the number of parameters
     (Kaplan et al., arXiv 2001.08361, section 2.1).
     """
     own: Any = getattr(model, "flops_per_token", None)

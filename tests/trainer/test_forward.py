@@ -1,4 +1,4 @@
-"""Moving, counting, calling, accumulating, clipping: each alone."""
+"""Batches move to the device, are counted, and become a loss."""
 
 from __future__ import annotations
 
@@ -11,18 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.precision import PrecisionPlan, resolve_precision
-from speedtronic.trainer.step import (
-    Forward,
-    accumulate,
-    batch_size_and_tokens,
-    clip_gradients,
-    equal_parts,
-    move_batch,
-    token_parts,
-)
+from speedtronic.trainer.forward import Forward, batch_size_and_tokens, move_batch
 
 CPU = torch.device("cpu")
-OFF = torch.amp.GradScaler("cpu", enabled=False)
 
 
 def plan() -> PrecisionPlan:
@@ -183,90 +174,9 @@ def test_a_bare_tensor_of_logit_shape_is_warned_about_once() -> None:
     assert "(2, 4, 7)" in warnings[0]
 
 
-def quadratic(weight: Tensor) -> Any:
-    return lambda batch: ((weight * batch["x"]) ** 2).mean()
-
-
-def test_accumulation_backpropagates_each_loss_divided_by_k() -> None:
-    """Seed: "Backpropagate loss / K immediately"; "the arithmetic mean of the K unscaled microbatch losses"."""
-    weight = torch.tensor(2.0, requires_grad=True)
-    batches = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([3.0])}]
-    loss = accumulate(quadratic(weight), batches, equal_parts(2), scaler=OFF)
-    assert loss.item() == pytest.approx((4.0 + 36.0) / 2)
-    assert weight.grad is not None
-    assert weight.grad.item() == pytest.approx((2 * 2 * 1 + 2 * 2 * 9) / 2)
-    assert not loss.requires_grad
-
-
-def test_micro_batches_of_nine_and_one_token_train_like_one_batch_of_ten() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 5).double()
-    inputs = torch.randn(2, 9, 4, dtype=torch.float64)
-    labels = torch.randint(0, 5, (2, 9))
-    labels[1, 1:] = -100
-
-    def mean_loss(x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
-
-    batches = [{"x": inputs[i], "labels": labels[i : i + 1]} for i in range(2)]
-    loss = accumulate(lambda batch: mean_loss(batch["x"], batch["labels"]), batches, token_parts(batches), scaler=OFF)
-    gradient = model.weight.grad
-    model.zero_grad()
-    whole = mean_loss(inputs, labels)
-    whole.backward()
-    torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_a_micro_batch_without_a_target_takes_no_part_even_if_its_loss_is_nan() -> None:
-    weight = torch.tensor(2.0, requires_grad=True)
-
-    def forward(batch: dict[str, Tensor]) -> Tensor:
-        targets = batch["labels"][batch["labels"] != -100]
-        return (weight * targets).mean()
-
-    batches = [{"labels": torch.tensor([[-100, -100]])}, {"labels": torch.tensor([[3, -100]])}]
-    loss = accumulate(forward, batches, token_parts(batches), scaler=OFF)
-    assert loss.item() == 6.0
-    assert weight.grad is not None
-    assert weight.grad.item() == 3.0
-
-
-def test_an_update_without_any_target_has_loss_zero_and_no_gradient() -> None:
-    weight = torch.tensor(2.0, requires_grad=True)
-    batches = [{"labels": torch.full((1, 3), -100)}] * 2
-    assert accumulate(lambda batch: weight * float("nan"), batches, token_parts(batches), scaler=OFF).item() == 0.0
-    assert weight.grad is None
-
-
 def test_a_scripted_module_is_called_like_any_other() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = torch.jit.script(nn.Bilinear(2, 2, 1))
     loss = forward_of(model)(model, (torch.ones(1, 2), torch.ones(1, 2)))
     assert loss.ndim == 0
-
-
-def test_the_gradient_norm_is_that_over_all_parameters() -> None:
-    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
-    parameters[0].grad = torch.tensor([3.0, 0.0])
-    parameters[1].grad = torch.tensor([4.0])
-    assert clip_gradients(parameters, None).item() == pytest.approx(5.0)
-    assert parameters[0].grad.tolist() == [3.0, 0.0]
-
-
-def test_sparse_gradients_have_a_norm_too() -> None:
-    embedding = nn.Embedding(5, 2, sparse=True)
-    embedding(torch.tensor([1, 1, 3])).sum().backward()
-    # Row 1 was used twice: its gradient is (2, 2), that of row 3 is (1, 1).
-    assert clip_gradients([embedding.weight], None).item() == pytest.approx(10**0.5)
-
-
-def test_clipping_scales_gradients_down_to_the_norm_and_never_up() -> None:
-    """Seed: "On the final microbatch, optionally unscale and clip"."""
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    assert clip_gradients([parameter], 1.0).item() == pytest.approx(5.0)
-    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
-    clip_gradients([parameter], 10.0)
-    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)

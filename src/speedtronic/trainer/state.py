@@ -1,0 +1,233 @@
+"""What a checkpoint holds of a run, and how a run resumes from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from speedtronic.checkpoint import capture_rng_state, restore_rng_state
+from speedtronic.config import SpeedtronicConfig
+from speedtronic.data import BatchStream
+from speedtronic.errors import CheckpointError
+from speedtronic.metrics import MetricLogger
+from speedtronic.model.wrappers import unwrapped
+from speedtronic.precision import PrecisionPlan, make_grad_scaler
+from speedtronic.trainer.ema import WeightAverage
+from speedtronic.trainer.reporting import Counters
+from speedtronic.trainer.sync import SyncCoordinator
+
+
+class Run(Protocol):
+    """The public attributes of a `Trainer` that a checkpoint is made of."""
+
+    config: SpeedtronicConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None
+    coordinator: SyncCoordinator | None
+    device: torch.device
+    precision: PrecisionPlan
+    logger: MetricLogger
+    step: int
+
+
+class TrainerState:
+    """The rest of what a checkpoint holds, and the checkpoint's tree of both.
+
+    Attributes:
+        batches: the stream of batches, which knows its position.
+        counters: cumulative samples and tokens.
+        average: the average of the weights; None without `optimizer.ema`, and before it starts.
+        scaler: the state of the gradient scaler between two calls of `fit`.
+        coordinator: the saved state that the next `fit` gives to the coordinator.
+    """
+
+    def __init__(self, dataloader: Any, metadata: Mapping[str, Any], *, warn: Callable[[str], None]) -> None:
+        self._metadata = dict(metadata)
+        self.batches = BatchStream(dataloader, capture_rng=capture_rng_state, restore_rng=restore_rng_state, warn=warn)
+        self.counters = Counters()
+        self.average: WeightAverage | None = None
+        self.scaler: dict[str, Any] | None = None
+        self.coordinator: dict[str, Any] | None = None
+
+    def new_scaler(self, plan: PrecisionPlan) -> torch.amp.GradScaler:
+        """A gradient scaler that continues from the state of the one before it."""
+        scaler = make_grad_scaler(plan)
+        if self.scaler:
+            scaler.load_state_dict(self.scaler)
+        self.scaler = None
+        return scaler
+
+    def tree(
+        self, run: Run, *, scaler: dict[str, Any] | None, loss: float | None, eval_loss: float | None
+    ) -> dict[str, Any]:
+        """What `Trainer.state_dict` returns. `scaler` and the losses are those of the `fit` that is running, if any."""
+        coordinator = run.coordinator.state_dict() if run.coordinator is not None else None
+        return {
+            **self._metadata,
+            "step": run.step,
+            "samples": self.counters.samples,
+            "tokens": self.counters.tokens,
+            "model": unwrapped(run.model).state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "scheduler": run.scheduler.state_dict() if run.scheduler is not None else None,
+            "scaler": scaler or None,
+            "ema": self.average.state_dict() if self.average is not None else None,
+            "coordinator": coordinator if coordinator is not None else self.coordinator,
+            "rng": capture_rng_state(),
+            "data": self.batches.state_dict(),
+            "metrics": {"loss": loss, "eval_loss": eval_loss},
+            "precision": run.precision.mode,
+            "config": run.config.to_dict(redact_secrets=True),
+        }
+
+    def load(self, run: Run, state: Mapping[str, Any]) -> None:
+        """What `Trainer.resume` does."""
+        run.model.to(run.device)
+        model = unwrapped(run.model)
+        load_model(model, state["model"])
+        self.average = load_average(model, run.config.optimizer.ema, state.get("ema"), run.logger)
+        load_optimizer(run.optimizer, state["optimizer"])
+        if run.scheduler is not None and state.get("scheduler") is not None:
+            run.scheduler.load_state_dict(dict(state["scheduler"]))
+        # The saved LR may come from a schedule of another length.
+        recompute_learning_rates(run.optimizer, run.scheduler)
+        run.step = state["step"]
+        self.counters.samples, self.counters.tokens = state["samples"], state["tokens"]
+        # Scaler and coordinator do not exist yet. `fit` gives them their state when it starts them.
+        self.scaler, self.coordinator = state.get("scaler"), state.get("coordinator")
+        if state.get("data") is not None:
+            self.batches.load_state_dict(state["data"])
+        # Last, so that nothing above moves the random numbers of the resumed run.
+        if state.get("rng") is not None:
+            restore_rng_state(state["rng"])
+
+    def start_average(self, run: Run) -> None:
+        """Start the average of the weights where `optimizer.ema` is on, unless there is one of these very weights."""
+        model, decay = unwrapped(run.model), run.config.optimizer.ema
+        if self.average is not None and not self.average.is_of(model):
+            run.logger.warning("optimizer.ema: the set of trained weights has changed, so their average starts over")
+            self.average = None
+        if self.average is None and decay is not None:
+            self.average = WeightAverage(model, decay)
+
+
+def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load all of `state`.
+
+    Raises:
+        CheckpointError: the state is of another model. Every tensor that is missing, extra or of another shape is
+            named.
+    """
+    own = model.state_dict()
+    problems = [f"{name} is missing in the checkpoint" for name in own.keys() - state.keys()]
+    problems += [f"{name} is not in this model" for name in state.keys() - own.keys()]
+    problems += [
+        f"{name} has shape {tuple(state[name].shape)} in the checkpoint and {tuple(own[name].shape)} in this model"
+        for name in own.keys() & state.keys()
+        if isinstance(own[name], Tensor) and own[name].shape != state[name].shape
+    ]
+    if problems:
+        raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(sorted(problems)))
+    try:
+        model.load_state_dict(dict(state))
+    except RuntimeError as error:
+        raise CheckpointError(f"the checkpoint is of another model: {error}") from error
+
+
+def load_average(
+    model: nn.Module, decay: float | None, state: Mapping[str, Tensor] | None, logger: MetricLogger
+) -> WeightAverage | None:
+    """The average of the weights (`optimizer.ema`) that the state has, or one that starts with the model's weights.
+
+    Raises:
+        CheckpointError: the average is of other weights.
+        ConfigError: the model cannot be copied.
+    """
+    if decay is None:
+        if state is not None:
+            logger.warning("optimizer.ema is off: the checkpoint's average of the weights is dropped")
+        return None
+    average = WeightAverage(model, decay)
+    if state is None:
+        logger.info("optimizer.ema: the checkpoint has no average of the weights, so it starts with its weights")
+    else:
+        average.load_state_dict(state)
+    return average
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the state of an optimizer.
+
+    torch would load any state whose groups have as many tensors, so algorithms and parameter names are compared first.
+
+    Raises:
+        CheckpointError: the state is of another optimizer, or of other parameters.
+    """
+    try:
+        _check_algorithms(state["param_groups"], optimizer.param_groups)
+        _check_names(state["param_groups"], optimizer.param_groups)
+        optimizer.load_state_dict(dict(state))
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"the checkpoint's optimizer state does not fit this optimizer: {error}. Train with the optimizer that "
+            "wrote it, or start from its weights alone"
+        ) from error
+
+
+def _check_algorithms(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Refuse the state of another algorithm; `HybridOptimizer` writes the algorithm into each group."""
+    theirs, ours = ([group.get("algorithm") for group in groups] for groups in (saved, own))
+    if theirs == ours:
+        return
+    if any(theirs) and any(ours):
+        there, here = (", ".join(map(str, algorithms)) for algorithms in (theirs, ours))
+        raise CheckpointError(
+            f"the checkpoint's optimizer divides the weights as {there}, and this one as {here}: continue with the "
+            "model and the optimizer options that wrote it, or start over from its weights with run.init_from"
+        )
+    writer = "muon" if any(theirs) else "adamw"
+    raise CheckpointError(
+        f"the checkpoint was written by another optimizer than this run's: continue with optimizer.name: {writer}, or "
+        "start over from its weights with run.init_from"
+    )
+
+
+def _check_names(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Raise ValueError for the state of other parameters. Groups without names are not compared."""
+    # The names of a compiled module have one more part.
+    theirs, ours = (
+        [[name.replace("_orig_mod.", "") for name in group.get("param_names", ())] for group in groups]
+        for groups in (saved, own)
+    )
+    if theirs == ours or not any(theirs) or not any(ours):
+        return
+    there, here = ({name for group in groups for name in group} for groups in (theirs, ours))
+    problems = [f"{name} was not trained there" for name in sorted(here - there)]
+    problems += [f"{name} is not trained here" for name in sorted(there - here)]
+    raise ValueError("; ".join(problems) or "it has the same parameters in other groups or in another order")
+
+
+def recompute_learning_rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+    """Set each LR to that of the schedule at its current step."""
+    if isinstance(scheduler, LambdaLR):
+        for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * factor(scheduler.last_epoch)
+
+
+def move_schedule(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, steps: int) -> None:
+    """Move the schedule by some steps; back, where they are negative and the schedule can."""
+    if isinstance(scheduler, LambdaLR):
+        scheduler.last_epoch += steps
+        recompute_learning_rates(optimizer, scheduler)
+    elif scheduler is not None:
+        with warnings.catch_warnings():
+            # torch warns of a scheduler that moves before the first optimizer step. Here that is meant.
+            warnings.simplefilter("ignore")
+            for _ in range(steps):
+                scheduler.step()

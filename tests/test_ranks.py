@@ -1,0 +1,31 @@
+"""The group of one process returns what it was given."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from speedtronic.ranks import Group, Reduction, SingleProcess
+
+
+def test_a_single_process_is_rank_0_of_1() -> None:
+    alone: Group = SingleProcess()
+    assert (alone.rank, alone.size) == (0, 1)
+
+
+@pytest.mark.parametrize("how", get_args(Reduction))
+def test_a_reduction_in_one_process_copies_and_reads_nothing(how: Reduction) -> None:
+    alone: Group = SingleProcess()
+    tensor = torch.ones(2, device="meta")
+    assert alone.reduce(tensor, how) is tensor
+    assert alone.reduce(3, how) == 3
+    assert alone.reduce(0.5, how) == 0.5
+
+
+def test_values_are_gathered_in_a_list_and_broadcast_as_they_are() -> None:
+    alone: Group = SingleProcess()
+    value = {"step": 3, "best": [1.5, None]}
+    assert alone.gather(value) == [value]
+    assert alone.broadcast(value) is value

@@ -1,0 +1,121 @@
+"""Gradients of an update: accumulated over micro batches, by micro batch or by token, and clipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speedtronic.ranks import SingleProcess
+from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
+
+OFF = torch.amp.GradScaler("cpu", enabled=False)
+ALONE = SingleProcess()
+
+
+class OneOfTwo(SingleProcess):
+    """A rank beside another one, which has `elsewhere` targets."""
+
+    size = 2
+
+    def __init__(self, elsewhere: int) -> None:
+        self._elsewhere = elsewhere
+
+    def reduce(self, number: Any, how: str = "sum") -> Any:
+        assert how == "sum"
+        return number + self._elsewhere
+
+
+def quadratic(weight: Tensor) -> Any:
+    return lambda batch: ((weight * batch["x"]) ** 2).mean()
+
+
+def test_accumulation_backpropagates_each_loss_divided_by_k() -> None:
+    """Seed: "Backpropagate loss / K immediately"; "the arithmetic mean of the K unscaled microbatch losses"."""
+    weight = torch.tensor(2.0, requires_grad=True)
+    batches = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([3.0])}]
+    loss = accumulate(quadratic(weight), batches, micro_batch_divisors(2, ALONE), scaler=OFF)
+    assert loss.item() == pytest.approx((4.0 + 36.0) / 2)
+    assert weight.grad is not None
+    assert weight.grad.item() == pytest.approx((2 * 2 * 1 + 2 * 2 * 9) / 2)
+    assert not loss.requires_grad
+
+
+def test_micro_batches_of_nine_and_one_token_train_like_one_batch_of_ten() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 5).double()
+    inputs = torch.randn(2, 9, 4, dtype=torch.float64)
+    labels = torch.randint(0, 5, (2, 9))
+    labels[1, 1:] = -100
+
+    def mean_loss(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+    batches = [{"x": inputs[i], "labels": labels[i : i + 1]} for i in range(2)]
+    loss = accumulate(
+        lambda batch: mean_loss(batch["x"], batch["labels"]), batches, token_divisors(batches, ALONE), scaler=OFF
+    )
+    gradient = model.weight.grad
+    model.zero_grad()
+    whole = mean_loss(inputs, labels)
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_micro_batch_without_a_target_takes_no_part_even_if_its_loss_is_nan() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+
+    def forward(batch: dict[str, Tensor]) -> Tensor:
+        targets = batch["labels"][batch["labels"] != -100]
+        return (weight * targets).mean()
+
+    batches = [{"labels": torch.tensor([[-100, -100]])}, {"labels": torch.tensor([[3, -100]])}]
+    loss = accumulate(forward, batches, token_divisors(batches, ALONE), scaler=OFF)
+    assert loss.item() == 6.0
+    assert weight.grad is not None
+    assert weight.grad.item() == 3.0
+
+
+def test_an_update_without_any_target_has_loss_zero_and_no_gradient() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    batches = [{"labels": torch.full((1, 3), -100)}] * 2
+    assert (
+        accumulate(lambda batch: weight * float("nan"), batches, token_divisors(batches, ALONE), scaler=OFF).item()
+        == 0.0
+    )
+    assert weight.grad is None
+
+
+def test_with_more_ranks_the_divisors_are_of_all_their_micro_batches_and_targets() -> None:
+    labels = [torch.tensor([[1, 2, -100]]), torch.tensor([[3, -100, -100]])]
+    batches = [{"labels": row} for row in labels]
+    assert token_divisors(batches, OneOfTwo(elsewhere=5)) == [8 / 2, 8 / 1]
+    assert micro_batch_divisors(3, OneOfTwo(elsewhere=0)) == [6, 6, 6]
+
+
+def test_the_gradient_norm_is_that_over_all_parameters() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad = torch.tensor([3.0, 0.0])
+    parameters[1].grad = torch.tensor([4.0])
+    assert clip_gradients(parameters, None).item() == pytest.approx(5.0)
+    assert parameters[0].grad.tolist() == [3.0, 0.0]
+
+
+def test_sparse_gradients_have_a_norm_too() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    # Row 1 was used twice: its gradient is (2, 2), that of row 3 is (1, 1).
+    assert clip_gradients([embedding.weight], None).item() == pytest.approx(10**0.5)
+
+
+def test_clipping_scales_gradients_down_to_the_norm_and_never_up() -> None:
+    """Seed: "On the final microbatch, optionally unscale and clip"."""
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_gradients([parameter], 1.0).item() == pytest.approx(5.0)
+    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+    clip_gradients([parameter], 10.0)
+    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
