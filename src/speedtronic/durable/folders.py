@@ -42,7 +42,7 @@ def temporary_beside(fs: FileSystem, target: Path) -> Iterator[Path]:
 
 
 def publish_folder(fs: FileSystem, finished: Path, target: Path, *, replace: bool) -> None:
-    """Give a finished folder beside `target` that name, durably.
+    """Give a finished folder the name of `target`, durably. Both must be on one file system.
 
     An empty folder is replaced, any other only with `replace`. The old folder comes back if a step fails. If the
     process is killed between the two renames, the old folder is left under a temporary name, and `recover` brings it
