@@ -55,9 +55,7 @@ def test_a_rank_file_is_known_by_its_content_whatever_its_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["none.json", "chars", "gpt2", "a\x00b"])
-def test_a_missing_file_lists_what_a_tokenizer_may_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_missing_file_says_what_a_tokenizer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(DataError, match=f"^{name}: no such tokenizer file; a tokenizer is `bytes`, a JSON file"):
