@@ -269,7 +269,7 @@ def test_labels_that_are_aligned_already_are_not_shifted_again(source: str, text
         build_dataloader(twice)
 
 
-def test_a_dataset_of_ones_own_may_have_labels_that_repeat_its_inputs(factory: str) -> None:
+def test_a_users_dataset_may_have_labels_that_repeat_its_inputs(factory: str) -> None:
     assert len(list(build_data(config(dataset=f"{factory}:pair", labels="unshifted"), pin_memory=False).train)) == 6
 
 
@@ -302,7 +302,7 @@ def test_samples_beyond_a_built_in_model_are_named(
     assert next(iter(built("mine")))["input_ids"].tolist() == [[1, 2, 9]]
 
 
-def test_the_sizes_of_other_models_are_their_own_matter() -> None:
+def test_the_sizes_of_other_models_are_not_checked() -> None:
     raw = {"model": {"name": "mine", "max_seq_len": 8, "vocab_size": 8}, "data": {"block_size": 9, "vocab_size": 9}}
 
     data = build_data(SpeedtronicConfig.from_dict(raw), pin_memory=False)
@@ -401,7 +401,7 @@ def test_the_section_of_a_loaded_config_keeps_its_resolved_sizes(text_path: str)
     assert next(iter(loader))["input_ids"].shape == (1, 16)
 
 
-def test_a_dataset_at_hand_takes_the_place_of_the_configured_source() -> None:
+def test_a_given_dataset_replaces_the_configured_source() -> None:
     loader = build_dataloader(
         config(text_path="unused.txt", micro_batch_size=4, target_batch_size=4), dataset=Squares()
     )
@@ -409,7 +409,7 @@ def test_a_dataset_at_hand_takes_the_place_of_the_configured_source() -> None:
     assert [batch[1].tolist() for batch in loader] == [[0, 1, 4, 9], [16, 25, 36, 49]]
 
 
-def test_a_tokenizer_at_hand_takes_the_place_of_the_configured_one(text_path: str) -> None:
+def test_a_given_tokenizer_replaces_the_configured_one(text_path: str) -> None:
     tokenizer: Tokenizer = CorpusCharTokenizer(TEXT)
 
     loader = build_dataloader(config(text_path=text_path), tokenizer=tokenizer)
@@ -417,7 +417,7 @@ def test_a_tokenizer_at_hand_takes_the_place_of_the_configured_one(text_path: st
     assert tokenizer.decode(labels(loader)) == TEXT[1:73]
 
 
-def test_a_vocabulary_at_hand_takes_the_place_of_the_configured_one(text_path: str) -> None:
+def test_a_given_vocabulary_replaces_the_configured_one(text_path: str) -> None:
     assert max(labels(build_dataloader(config(num_tokens=80), vocab_size=5))) == 4
     with pytest.raises(DataError, match="vocabulary of 50"):
         build_dataloader(config(text_path=text_path), vocab_size=50)

@@ -29,7 +29,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         check_text_file(tmp_path / "gone.txt")
 
 
-def test_a_folder_is_no_text_file_and_the_error_says_what_reads_folders(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_text_file_and_the_error_says_what_reads_folders(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{tmp_path}: is a folder.*speedtronic data prepare {tmp_path}"):
         check_text_file(tmp_path)
 
@@ -47,7 +47,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the platform has no named pipes")
-def test_a_pipe_is_no_regular_file(tmp_path: Path) -> None:
+def test_a_pipe_is_not_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
 
     with pytest.raises(DataError, match="pipe: not a regular file"):

@@ -63,7 +63,7 @@ def test_a_pass_that_yields_nothing_is_an_error_later_too() -> None:
         next(stream)
 
 
-def test_what_cannot_be_iterated_is_refused() -> None:
+def test_a_loader_that_cannot_be_iterated_is_refused() -> None:
     def yields_batches() -> Iterator[int]:
         yield 1
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_iterated_is_refused() -> None:
         batch_stream(yields_batches)
 
 
-def test_a_stream_goes_on_from_pass_to_pass() -> None:
+def test_a_stream_continues_from_pass_to_pass() -> None:
     assert list(islice(batch_stream([1, 2]), 5)) == [1, 2, 1, 2, 1]
 
 

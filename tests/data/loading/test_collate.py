@@ -57,7 +57,7 @@ def test_other_fields_are_stacked() -> None:
 
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])
 @pytest.mark.parametrize("field", ["input_ids", "labels"])
-def test_ids_and_labels_that_are_no_integers_are_refused(make: Any, field: str) -> None:
+def test_ids_and_labels_that_are_not_integers_are_refused(make: Any, field: str) -> None:
     sample = {"input_ids": make([1, 2]), "labels": make([2, 3]), field: make([0.5, 1.0])}
 
     with pytest.raises(DataError, match=rf"the {field} of a sample must be integers, not torch\.float(32|64)"):
@@ -129,7 +129,7 @@ def test_ids_and_rows_that_a_model_cannot_take_are_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("items", [[(torch.ones(3), 9)], [(torch.ones(1, 3), torch.ones(9))], [9, 10], [{"x": 9}]])
-def test_what_are_no_rows_of_ids_is_not_looked_at(items: list[Any]) -> None:
+def test_batches_without_rows_of_ids_are_not_checked(items: list[Any]) -> None:
     CollateForModel(vocab_size=5, max_seq_len=1)(items)
 
 

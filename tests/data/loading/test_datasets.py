@@ -77,7 +77,7 @@ def test_indices_count_from_the_end_too_and_end_with_the_data(blocks: TokenDatas
         blocks[9]
 
 
-def test_a_part_holds_its_stretch_and_is_recognised_as_such(blocks: TokenDataset) -> None:
+def test_a_part_holds_its_range_and_has_its_own_fingerprint(blocks: TokenDataset) -> None:
     part = blocks.part(3, 6)
 
     assert [item["labels"].tolist() for item in part] == [blocks[i]["labels"].tolist() for i in (3, 4, 5)]
@@ -243,7 +243,7 @@ def test_synthetic_tokens_fit_the_vocabulary_and_are_aligned() -> None:
     assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
 
 
-def test_most_synthetic_tokens_can_be_foretold() -> None:
+def test_most_synthetic_tokens_can_be_predicted() -> None:
     rows = SyntheticTokenDataset(100, 64, 512, 0).rows(range(100))
     strides = np.diff(rows, axis=1) % 512
     usual = np.array([np.bincount(row).argmax() for row in strides])

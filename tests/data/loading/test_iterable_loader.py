@@ -93,7 +93,7 @@ def test_ranks_share_a_stream(kind: type[NoiseStream], num_workers: int) -> None
     assert sorted(int(row[0]) for rank in ranks for row in rank) == list(range(14))
 
 
-def test_ranks_are_dealt_the_batches_in_turn_and_share_the_last_round_evenly() -> None:
+def test_ranks_take_batches_in_turn_and_share_the_last_global_batch_evenly() -> None:
     def of(rank: int, *, drop_last: bool) -> list[list[int]]:
         return numbers(batches(NoiseStream(15), rank=rank, world_size=3, drop_last=drop_last))
 
@@ -393,7 +393,7 @@ def test_restart_begins_every_pass_with_the_same_batches(num_workers: int) -> No
         assert [batch.tolist() for batch in loader] == first
 
 
-def test_iterating_after_close_goes_on_at_the_position() -> None:
+def test_iterating_after_close_continues_at_the_position() -> None:
     loader = StreamLoader(NoiseStream(8), 2, num_workers=1)
     next(iter(loader))
     loader.close()
@@ -423,7 +423,7 @@ class Pairs(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_training_on_a_stream_goes_on_as_if_it_had_not_stopped(num_workers: int) -> None:
+def test_training_on_a_stream_continues_as_if_it_had_not_stopped(num_workers: int) -> None:
     with ExitStack() as stack:
 
         def trainer() -> Trainer:
@@ -504,7 +504,7 @@ def hugging_face_stream() -> Any:
 
 
 @pytest.mark.slow
-def test_a_stream_of_hugging_face_shards_itself_and_is_shuffled_anew_for_each_epoch() -> None:
+def test_a_stream_of_hugging_face_shards_itself_and_is_shuffled_for_each_epoch() -> None:
     stream = hugging_face_stream().shuffle(seed=3, buffer_size=4)
     with closing(StreamLoader(stream, 2, num_workers=2)) as loader:
         first, second = ([row for batch in loader for row in batch["input_ids"].tolist()] for _ in range(2))

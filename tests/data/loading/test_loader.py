@@ -344,7 +344,7 @@ def test_a_rank_that_gets_nothing_is_an_error() -> None:
     ],
     ids=["list", "array", "tensor", "TensorDataset", "mappings"],
 )
-def test_what_has_a_length_and_an_index_is_a_dataset(dataset: Any, expected: list[Any]) -> None:
+def test_an_object_with_a_length_and_an_index_is_a_dataset(dataset: Any, expected: list[Any]) -> None:
     assert [as_lists(batch) for batch in TokenLoader(dataset, 2)] == expected
 
 
@@ -473,7 +473,7 @@ def test_synthetic_data_of_another_seed_say_what_they_depend_on() -> None:
     skipped=st.integers(0, 30),
 )
 @settings(max_examples=60, deadline=None)
-def test_skipping_batches_leads_where_reading_them_does(
+def test_skipping_batches_ends_where_reading_them_does(
     size: int, batch_size: int, world_size: int, drop_last: bool, read: int, skipped: int
 ) -> None:
     def loader() -> TokenLoader:

@@ -193,7 +193,7 @@ def test_blame_names_the_innermost_place_that_is_not_in_a_library() -> None:
     )
 
 
-def test_own_generators_go_on_where_they_ended_and_leave_the_others_alone() -> None:
+def test_own_generators_continue_where_they_ended_and_leave_the_others_alone() -> None:
     def draw(generators: OwnGenerators) -> list[float]:
         with generators.in_use():
             return numbers_of_chance()

@@ -112,7 +112,7 @@ def test_a_unit_tells_its_text_in_bytes_and_its_characters(tmp_path: Path) -> No
     ("name", "content", "place"),
     [("b.txt", "ab\nabx", "b.txt, from byte 0 on"), ("b.jsonl", '\n{"text": "x"}\n', "b.jsonl, from line 1 on")],
 )
-def test_what_a_tokenizer_cannot_encode_is_named(tmp_path: Path, name: str, content: str, place: str) -> None:
+def test_text_that_a_tokenizer_cannot_encode_is_named(tmp_path: Path, name: str, content: str, place: str) -> None:
     (tmp_path / "a.txt").write_text("ab")
     (tmp_path / name).write_text(content)
     (unit,) = plan_units(find_inputs([tmp_path]), "characters")

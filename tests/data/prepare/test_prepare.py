@@ -215,7 +215,7 @@ def test_invalid_utf8_names_file_and_offset_and_leaves_nothing(tmp_path: Path, c
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, corpus: Path) -> None:
+def test_inputs_that_cannot_be_read_are_named(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.txt: no such text file"):
         prepare([tmp_path / "gone.txt"], tmp_path / "out")
     with pytest.raises(DataError, match=r"corpus: no file in this folder matches \*\.rst"):
@@ -550,7 +550,7 @@ def test_a_second_process_at_the_same_folder_is_refused(tmp_path: Path, corpus: 
         prepare([corpus], tmp_path / "out")
 
 
-def test_progress_is_told_up_to_the_end(tmp_path: Path, long_corpus: Path) -> None:
+def test_progress_is_reported_up_to_the_end(tmp_path: Path, long_corpus: Path) -> None:
     told: list[Progress] = []
     prepare([long_corpus], tmp_path / "out", tokenizer="chars", processes=1, on_progress=told.append, **RECIPE)
     prepare([long_corpus], tmp_path / "out", tokenizer="chars", processes=1, on_progress=told.append, **RECIPE)

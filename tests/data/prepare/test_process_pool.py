@@ -48,7 +48,7 @@ def test_one_process_or_little_work_needs_no_other_process(count: int, processes
     assert {pid for _, (_, pid) in results} <= {os.getpid()}
 
 
-def test_units_are_asked_for_as_they_are_needed() -> None:
+def test_units_are_taken_when_they_are_needed() -> None:
     asked = 0
 
     def counted() -> Iterator[Unit]:

@@ -78,7 +78,7 @@ def test_links_to_folders_are_followed_and_each_folder_is_read_once(tmp_path: Pa
     assert found == ["corpus/a.txt", "corpus/deep/b.txt", "corpus/link/c.txt", "corpus/link/deep/d.txt"]
 
 
-def test_a_link_that_leads_round_in_a_circle_is_no_file(tmp_path: Path) -> None:
+def test_a_link_that_leads_in_a_circle_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to(tmp_path / "b.txt")
     (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
 
@@ -185,7 +185,7 @@ def test_each_json_line_is_a_document(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-def test_a_file_of_json_lines_may_begin_with_the_mark_of_utf8_and_have_nulls(tmp_path: Path, size: int) -> None:
+def test_json_lines_may_begin_with_a_byte_order_mark_and_have_nulls(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
 

@@ -39,7 +39,7 @@ def test_clearing_leaves_nothing_of_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\udcff"])
-def test_a_damaged_journal_is_none(tmp_path: Path, content: str) -> None:
+def test_a_damaged_journal_is_ignored(tmp_path: Path, content: str) -> None:
     with StagingFolder(tmp_path / "out") as staging:
         staging.write_journal({"units": 3})
         (staging.path / "journal.json").write_bytes(content.encode(errors="surrogateescape"))
@@ -60,7 +60,7 @@ def test_a_journal_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert staging.read_journal() == {"units": 3}
 
 
-def test_two_at_a_time_are_refused_and_the_first_is_named(tmp_path: Path) -> None:
+def test_a_second_holder_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
     with StagingFolder(tmp_path / "out") as staging:
         with pytest.raises(DataError, match="this process is preparing this data"):
             StagingFolder(tmp_path / "out").__enter__()

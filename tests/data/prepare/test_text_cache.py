@@ -87,7 +87,7 @@ def test_a_text_in_pieces_is_encoded_as_if_whole(tmp_path: Path, unit_bytes: int
     assert found.documents == 0
 
 
-def test_a_damaged_entry_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_entry_is_made_again(tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", "a b a")
     tokenizer = Words("a b")
     entry = cached_tokens(path, tokenizer).folder

@@ -37,7 +37,7 @@ def test_an_incomplete_character_is_held_back_until_it_is_complete() -> None:
     assert decoder.flush() == ""
 
 
-def test_what_never_became_complete_comes_with_the_flush() -> None:
+def test_an_incomplete_character_comes_with_the_flush() -> None:
     decoder = StreamDecoder(CharTokenizer())
     decoder.push(0xE2)
 

@@ -158,7 +158,7 @@ def changed(tokenizer: JsonTokenizer, **parts: Any) -> JsonTokenizer:
     ],
     ids=str,
 )
-def test_a_tokenizer_about_which_nothing_is_known_is_never_cut(parts: dict[str, Any]) -> None:
+def test_text_for_an_unknown_tokenizer_is_never_cut(parts: dict[str, Any]) -> None:
     assert cut_rule(byte_level_bpe()) == "words"
     assert cut_rule(changed(byte_level_bpe(), **parts)) == "never"
 
@@ -202,7 +202,7 @@ def test_cuts_do_not_depend_on_how_the_file_is_read(block: int, text: str) -> No
         assert all_cuts(text) == whole
 
 
-def test_bytes_that_are_not_utf8_are_passed_over() -> None:
+def test_bytes_that_are_not_utf8_are_skipped() -> None:
     text = b"\xff\xfe one\xc3 two three"
 
     assert find_cut(io.BytesIO(text), 1, "words") == text.index(b" three")

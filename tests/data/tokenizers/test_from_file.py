@@ -55,7 +55,7 @@ def test_a_rank_file_is_known_by_its_content_whatever_its_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["none.json", "chars", "gpt2", "a\x00b"])
-def test_a_missing_file_says_what_there_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_file_says_what_a_tokenizer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(DataError, match=f"^{name}: no such tokenizer file; a tokenizer is `bytes`, a JSON file"):
@@ -78,7 +78,7 @@ def test_a_folder_without_a_tokenizer_names_the_remedy(tmp_path: Path) -> None:
         (b"just some words\n", "line 1: not a token in base64"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_named_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_named_with_the_reason(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
 

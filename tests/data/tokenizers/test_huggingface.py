@@ -71,7 +71,7 @@ def test_a_text_cannot_forge_a_separator(trained: JsonTokenizer, special: bool) 
     assert tokenizer.decode(ids) == "one<|endoftext|>two"
 
 
-def test_a_model_that_takes_a_word_for_the_separator_refuses_it() -> None:
+def test_text_that_encodes_to_the_separator_is_refused() -> None:
     tokenizer = words("[UNK]", "one")
 
     assert tokenizer.encode("one two one") == [2, 1, 2]
@@ -97,7 +97,7 @@ def test_special_tokens_are_not_added(trained: JsonTokenizer) -> None:
     assert changed(trained, post_processor=template).encode("the cat") == trained.encode("the cat")
 
 
-def test_truncation_and_padding_of_the_file_are_left_out(trained: JsonTokenizer) -> None:
+def test_truncation_and_padding_in_the_file_are_ignored(trained: JsonTokenizer) -> None:
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     padding = {
         "strategy": {"Fixed": 64},
@@ -198,7 +198,7 @@ def test_how_a_file_is_laid_out_does_not_matter(trained: JsonTokenizer) -> None:
         ('{"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}, "added_tokens": []}', "no token ends a text"),
     ],
 )
-def test_what_is_no_tokenizer_says_why(text: str, message: str) -> None:
+def test_json_that_is_not_a_tokenizer_says_why(text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         json_tokenizer(text)
 

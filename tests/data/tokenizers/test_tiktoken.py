@@ -148,7 +148,7 @@ def test_a_lone_surrogate_is_refused() -> None:
         eager_ranks(50256).encode("a\udcff")
 
 
-def test_text_that_is_too_much_for_the_pattern_is_refused() -> None:
+def test_text_that_is_too_long_for_the_pattern_is_refused() -> None:
     with pytest.raises(DataError, match="cannot split the text .*; it fails on runs of about a million spaces"):
         eager_ranks(50256).encode(" " * 2_000_000 + "a")
 
