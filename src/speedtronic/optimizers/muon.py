@@ -423,7 +423,7 @@ def check_saved_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[
 
 
 def load_with_exact_momenta(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], check: Callable[[dict[str, Any]], None]
+    optimizer: WithoutDynamo, state_dict: dict[str, Any], check: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Load a state dict into `optimizer`, and keep the dtype of its momenta, which torch would round.
 
@@ -444,7 +444,7 @@ def load_with_exact_momenta(
     # Hooks of other code may change the state. This hook is the newest, so it runs last.
     handle = optimizer.register_load_state_dict_pre_hook(before_loading)
     try:
-        torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+        WithoutDynamo.load_state_dict(optimizer, state_dict)
     finally:
         handle.remove()
     # torch has cast the momenta to the dtype of their parameters: put the saved ones in their place.
