@@ -36,7 +36,7 @@ def client(endpoint: str) -> Iterator[Store]:
 
 
 @pytest.fixture
-def store(client: s3.S3Store) -> Store:
+def store(client: S3Store) -> Store:
     """A folder of the bucket that no other test has, through the one client."""
     part = copy.copy(client)
     folder = f"runs/{os.urandom(8).hex()}"
