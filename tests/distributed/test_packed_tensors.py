@@ -20,7 +20,7 @@ from speedtronic.distributed.packed_tensors import (
     packed_size,
     unpack_tensors,
 )
-from speedtronic.distributed.schema import TensorType, snapshot
+from speedtronic.distributed.schema import Tensors, TensorType, snapshot
 from speedtronic.distributed.tensors import (
     load_safetensors,
 )
