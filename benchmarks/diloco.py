@@ -299,7 +299,7 @@ def stall(args: argparse.Namespace) -> Iterator[Record]:
             coordinator.count(1, 0)
             seconds["boundary"].append(timed(partial(coordinator.after_optimizer_step, model, step)))
             wait_for_upload(coordinator)  # which would take time from what is measured next
-            assert loop.sync_once() == 1, "each boundary hands a delta over"
+            assert loop.sync_once() == 1, "each boundary sends a delta"
             assert coordinator.refresh()
             base = snapshot(model)
             seconds["install"].append(timed(partial(rebase_, model, dict(base), base, adopt=False)))

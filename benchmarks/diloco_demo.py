@@ -248,7 +248,7 @@ def main() -> None:
     FOLDER.mkdir(parents=True)
 
     say(f"A master and three workers ({', '.join(WORKERS)}) start. They share nothing but the folder {STORE}.")
-    say(f"Each worker trains {steps} steps, and sends what it has learnt every {max(1, steps // 10)} steps.\n")
+    say(f"Each worker trains {steps} steps, and sends what it has learned every {max(1, steps // 10)} steps.\n")
     together = train_together(steps)
     weights = FOLDER / "together.safetensors"
     subprocess.run(command("diloco", "pull", str(STORE), "--out", str(weights)), check=True)

@@ -66,11 +66,11 @@ class Link:
         return 0.0
 
 
-class Lane:
+class VirtualThread:
     """Runs one procedure after another in virtual time; each request is answered when its time on the link is over.
 
     What a request raises is raised inside the procedure, as on a thread; a store error that ends a procedure leaves the
-    lane free for the next one.
+    thread free for the next one.
     """
 
     def __init__(self, clock: Clock, link: Link, store: Store, files: Files | None = None) -> None:
@@ -78,7 +78,7 @@ class Lane:
         self.busy = False
 
     def run(self, procedure: Procedure[T], done: Callable[[T], None] = lambda _: None) -> None:
-        """Begin a procedure; `done` is given what it returns. A lane that is busy must not be asked."""
+        """Begin a procedure; `done` is given what it returns. Not while it is busy."""
         assert not self.busy, "one procedure at a time"
         self.busy = True
         self._resume(procedure, done, None, None)
@@ -86,7 +86,7 @@ class Lane:
     def _resume(
         self, procedure: Procedure[T], done: Callable[[T], None], result: object, error: Exception | None
     ) -> None:
-        """Go on until a request that takes time. Requests that take none are answered in place, without the queue."""
+        """Continue until a request that takes time. Requests that take none are answered in place."""
         while True:
             try:
                 effect = procedure.throw(error) if error is not None else procedure.send(result)
@@ -174,11 +174,11 @@ class Throttle:
 
 
 class VirtualNode:
-    """A training process: steps at its own pace, and the lanes beside it.
+    """A training process: steps at its own pace, and the background threads beside it.
 
     Args:
         put_on: puts the model on a version, and returns the install that came of it.
-        budget: when it is spent, the node trains no more, and hands over what it has.
+        budget: when it is spent, the node trains no more, and sends what it has.
     """
 
     def __init__(
@@ -213,7 +213,10 @@ class VirtualNode:
         self._put_on = put_on
         self._random = random.Random(seed)
         files = MemoryFiles()
-        self._sending, self._polling = Lane(clock, link, store, files), Lane(clock, link, store, files)
+        self._sending, self._polling = (
+            VirtualThread(clock, link, store, files),
+            VirtualThread(clock, link, store, files),
+        )
         self._boundary_at = 0.0
         self._waits = True  # for the first version
 
@@ -223,7 +226,7 @@ class VirtualNode:
 
     @property
     def done(self) -> bool:
-        """Whether everything that it learnt is in the store."""
+        """Whether everything that it learned is in the store."""
         node = self.node
         return self._budget.spent and not (node.unsent_steps or node.has_snapshot or node.has_spooled)
 
@@ -247,9 +250,9 @@ class VirtualNode:
         if self._budget.take():
             self.node.count(self._training.step(), 0)
             self.node.stepped(self.node.local_step + 1)
-        handed_over = self._wants_boundary() and self._hand_over()
+        queued = self._wants_boundary() and self._boundary_reached()
         self._install()
-        self._waits = self._pace.waits and handed_over
+        self._waits = self._pace.waits and queued
         if not self._waits:
             self._next()
 
@@ -257,7 +260,7 @@ class VirtualNode:
         node = self.node
         return node.wants_boundary() or (self._budget.spent and node.unsent_steps > 0 and not node.has_spooled)
 
-    def _hand_over(self) -> bool:
+    def _boundary_reached(self) -> bool:
         if self.node.start_boundary() != "queued":
             return False
         values = snapshot(self._training.model, self.node.spare(), names=self.node.exchanged)
@@ -298,7 +301,7 @@ class VirtualMaster:
     def __init__(self, model: nn.Module, settings: MasterSettings, *, clock: Clock, store: Store, link: Link) -> None:
         numbers = itertools.count()
         self._clock, self._store, self._interval = clock, store, settings.poll_interval
-        self._lane = Lane(clock, link, store)
+        self._thread = VirtualThread(clock, link, store)
         self.master = Master(
             Schema.of(model),
             snapshot(model),
@@ -316,9 +319,9 @@ class VirtualMaster:
     @property
     def done(self) -> bool:
         """Whether everything that the store has is in the version that it made last."""
-        return not self._lane.busy and not self._store.list_after("in/").entries
+        return not self._thread.busy and not self._store.list_after("in/").entries
 
     def _look(self) -> None:
-        if not self._lane.busy:
-            self._lane.run(self.master.poll())
+        if not self._thread.busy:
+            self._thread.run(self.master.poll())
         self._clock.after(self._interval, self._look)

@@ -628,7 +628,7 @@ def test_trouble_with_the_store_is_logged_when_it_starts_and_when_it_ends(world:
 
     run = world.node(store=Failing(world.memory, trouble), poll_interval=1e-3).start()
     run.log.wait_for_word("works again", "INFO")
-    assert len(run.log.said("training goes on: 503 slow down", "WARNING")) == 1
+    assert len(run.log.said("is tried again: 503 slow down", "WARNING")) == 1
 
 
 def test_a_store_that_refuses_at_the_start_ends_the_run_and_leaves_the_node_free(world: World) -> None:

@@ -143,13 +143,18 @@ def _status(url: str) -> Procedure[StoreStatus]:
     for key in sorted(head.marks.keys() | sizes.keys()):
         node, _, session = key.partition("/")
         nodes[node].append(_session(head, session, head.marks.get(key), sizes[key]))
+
+    def oldest_first(session: SessionStatus) -> tuple[bool, int, str]:
+        # A session that no version knows yet is the newest.
+        return session.version is None, session.version or 0, session.session
+
     return StoreStatus(
         url=url,
         version=head.version,
         time=head.time,
         rounds=head.rounds,
         weights_bytes=head.weights.size,
-        nodes=tuple(NodeStatus(name, tuple(sorted(sessions, key=_age))) for name, sessions in nodes.items()),
+        nodes=tuple(NodeStatus(name, tuple(sorted(sessions, key=oldest_first))) for name, sessions in nodes.items()),
     )
 
 
@@ -171,8 +176,3 @@ def _session(head: Manifest, session: str, marked: Mark | None, waiting: Sequenc
         outstanding=len(waiting),
         outstanding_bytes=sum(waiting),
     )
-
-
-def _age(session: SessionStatus) -> tuple[bool, int, str]:
-    """Orders sessions from old to new: one that no version knows yet is the newest."""
-    return session.version is None, session.version or 0, session.session

@@ -86,7 +86,7 @@ class ReportedWork:
         return again
 
     def attempt(self) -> None:
-        """Do it on the calling thread, which continues whatever the store answers."""
+        """Do it on the calling thread, which continues also after an error of the store."""
         try:
             self()
         except StoreError as error:
@@ -99,9 +99,9 @@ class ReportedWork:
             return
         self._trouble = trouble
         if isinstance(error, StoreUnavailableError):
-            self._log("WARNING", f"{self._name} failed and is tried again; training goes on: {error}")
+            self._log("WARNING", f"{self._name} failed and is tried again: {error}")
         elif isinstance(error, StoreError):
-            self._log("ERROR", f"{self._name} is refused; training goes on alone: {error}")
+            self._log("ERROR", f"{self._name} is refused and is tried again: {error}")
         else:
             trace = "".join(traceback.format_exception(error)).rstrip()
             self._log("WARNING", f"{self._name} failed and is tried again:\n{trace}")

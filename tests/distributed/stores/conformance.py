@@ -157,19 +157,19 @@ class StoreConformance:
         assert store.put_if_absent("in/a/1", b"z")
         assert store.get("in/a/1", limit=10) == b"z"
 
-    @pytest.mark.parametrize("name", WRONG_NAMES)
-    def test_every_method_refuses_an_invalid_name(self, store: Store, name: str) -> None:
-        with pytest.raises(ValueError, match="not a valid name"):
-            store.put_if_absent(name, b"x")
-        with pytest.raises(ValueError, match="not a valid name"):
-            store.get(name, limit=10)
-        with pytest.raises(ValueError, match="not a valid name"):
-            store.delete(name)
+    def test_every_method_refuses_an_invalid_name(self, store: Store) -> None:
+        for name in WRONG_NAMES:
+            with pytest.raises(ValueError, match="not a valid name"):
+                store.put_if_absent(name, b"x")
+            with pytest.raises(ValueError, match="not a valid name"):
+                store.get(name, limit=10)
+            with pytest.raises(ValueError, match="not a valid name"):
+                store.delete(name)
 
-    @pytest.mark.parametrize("prefix", ["/", "../", "head/..", "head//", ".unfinished", "a b"])
-    def test_an_invalid_prefix_is_refused(self, store: Store, prefix: str) -> None:
-        with pytest.raises(ValueError, match="not a valid prefix"):
-            store.list_after(prefix)
+    def test_an_invalid_prefix_is_refused(self, store: Store) -> None:
+        for prefix in ["/", "../", "head/..", "head//", ".unfinished", "a b"]:
+            with pytest.raises(ValueError, match="not a valid prefix"):
+                store.list_after(prefix)
 
     def test_it_passes_the_probe_which_leaves_nothing_behind(self, store: Store) -> None:
         prove_exclusive(store)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from speedtronic.distributed.stores import Store, open_store, s3
+from speedtronic.distributed.stores import Store, open_store
+from speedtronic.distributed.stores.s3 import S3Store
 from speedtronic.errors import StoreRefusedError
 from tests.distributed.stores import servers
 from tests.distributed.stores.conformance import StoreConformance
@@ -35,7 +36,7 @@ def client(endpoint: str) -> Iterator[Store]:
 
 
 @pytest.fixture
-def store(client: s3.S3Store) -> Store:
+def store(client: S3Store) -> Store:
     """A folder of the bucket that no other test has, through the one client."""
     part = copy.copy(client)
     folder = f"runs/{os.urandom(8).hex()}"
@@ -56,7 +57,7 @@ class TestS3Store(StoreConformance):
         other.close()
 
     def test_a_multipart_object_is_created_only_once(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(s3, "_PART", 5 * 2**20)
+        monkeypatch.setattr(S3Store, "_upload_options", {"chunksize": 5 * 2**20, "max_concurrency": 2})
         data = os.urandom(11 * 2**20)
         assert store.put_if_absent("w/1", data)
         assert not store.put_if_absent("w/1", bytes(11 * 2**20))
