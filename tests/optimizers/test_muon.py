@@ -260,8 +260,8 @@ def stacks_of(groups: list[dict[str, Any]]) -> list[tuple[int, ...]]:
     """(members, rows, columns) of each stack that a step would make."""
     defaults = Muon([nn.Parameter(torch.zeros(1, 1))], 0.02).defaults
     state: dict[Tensor, dict[str, Any]] = {}
-    pieces = [piece for group in groups for piece in module._pieces({**defaults, **group}, state)]
-    return [(len(stack), *stack[0].weight.shape) for stack in module._stacks(pieces)]
+    matrices = [matrix for group in groups for matrix in module._matrices({**defaults, **group}, state)]
+    return [(len(stack), *stack[0].weight.shape) for stack in module._stacks(matrices)]
 
 
 def test_matrices_of_one_shape_and_pieces_of_another_group_share_a_stack() -> None:
