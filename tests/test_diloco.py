@@ -124,7 +124,7 @@ def samples_of(*steps: int) -> list[int]:
 
 
 def a_kill_instead_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the end of a run hand nothing over, as where the process is killed; the returned function undoes it."""
+    """Let the end of a run send nothing, as where the process is killed; the returned function undoes it."""
     stop = DumbDiLoCoCoordinator.stop
 
     def vanish(coordinator: DumbDiLoCoCoordinator) -> None:

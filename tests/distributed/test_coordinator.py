@@ -1,4 +1,4 @@
-"""The coordinator: its life, what the training thread waits for, and what becomes of each kind of trouble."""
+"""The coordinator: its sessions, what the training thread waits for, and what becomes of each kind of trouble."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Recording(MemoryStore):
 
     def put_if_absent(self, name: str, data: Any, *, timeout: float = REQUEST_TIMEOUT) -> bool:
         if name.startswith(DELTAS):
-            assert self.seen.setdefault(name, bytes(data)) == bytes(data), f"{name} was made anew"
+            assert self.seen.setdefault(name, bytes(data)) == bytes(data), f"{name} was made again"
         return super().put_if_absent(name, data, timeout=timeout)
 
 
@@ -359,7 +359,7 @@ def test_a_master_trains_and_aggregates(world: World) -> None:
     run.log.wait_for_event("outer_step")
     run.train(1)
     run.coordinator.stop()
-    assert run.log.of("outer_step")[-1]["version"] == 2, "the rest that was handed over at the end is in, too"
+    assert run.log.of("outer_step")[-1]["version"] == 2, "the rest that was sent at the end is in, too"
     assert master_of(world.memory).sync_once() == 0
     assert world.memory.list_after(DELTAS).entries == ()
 
@@ -460,13 +460,13 @@ def test_a_hanging_session_logs_and_writes_nothing_after_its_end(world: World) -
     closed.asked.clear()
     run.train(2)
     assert closed.asked.wait(SOON)
-    lanes = [thread for thread in threading.enumerate() if thread.name.startswith("diloco")]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("diloco")]
     run.coordinator.stop()
     told = len(run.log.events), len(run.log.words)
     kept = {path: path.read_bytes() for path in world.folder.rglob("spool*")}
     closed.opened.set()
-    for lane in lanes:
-        lane.join(SOON)
+    for thread in threads:
+        thread.join(SOON)
     assert (len(run.log.events), len(run.log.words)) == told
     assert kept == {path: path.read_bytes() for path in world.folder.rglob("spool*")} != {}
 
@@ -573,7 +573,7 @@ def test_a_worker_long_before_its_master_trains_on_and_joins_when_it_comes(world
     master = master_of(world.memory)
     master.sync_once()
     assert run.coordinator.refresh()
-    assert run.weight == [9.0, 9.0], "it began as version 0, so nothing is dropped"
+    assert run.weight == [9.0, 9.0], "it started as version 0, so nothing is dropped"
     run.train(1)
     run.log.wait_for_event("delta_uploaded")
     master.sync_once()
@@ -737,8 +737,8 @@ def test_the_end_of_a_run_without_threads_keeps_its_timeout(world: World) -> Non
     master_of(world.memory).sync_once()
     closed = Closed(world.memory)
     closed.opened.set()
-    lanes = {"async_delta_upload": False, "async_global_poll": False, "delta_upload_shutdown_timeout": 0.0}
-    run = world.node(store=closed, inner_steps=100, **lanes).start()
+    threads = {"async_delta_upload": False, "async_global_poll": False, "delta_upload_shutdown_timeout": 0.0}
+    run = world.node(store=closed, inner_steps=100, **threads).start()
     run.train(3)
     closed.opened.clear()
     run.coordinator.stop()  # returns, or the test hangs

@@ -18,10 +18,10 @@ FIRST, SECOND = (f"in/n/s1/0000000{number}.safetensors" for number in (1, 2))
 
 def two_deltas() -> tuple[MemoryStore, AddingMaster, list[bytes]]:
     """A store without deltas, its master, and two of one session that follow on each other."""
-    store, master, life = started()
+    store, master, process = started()
     deltas = []
     for name in (FIRST, SECOND):
-        life.hand_over(2)
+        process.train_and_send(2)
         deltas.append(store.get(name, limit=2**20) or b"")
         store.delete(name)
     return store, master, deltas
@@ -48,7 +48,7 @@ def test_outstanding_deltas_count_one_after_the_other() -> None:
 def test_marks_count_and_what_comes_after_them() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
-    master.take_in()
+    master.apply_deltas()
     assert look(store, master).covered == Position(2, 4, 20)
     store.put_if_absent(SECOND, deltas[1])
     assert look(store, master) == EarlierSessions(
@@ -60,7 +60,7 @@ def test_of_sessions_on_the_disk_only_marks_are_looked_at() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
     assert look(store, master, on_disk=("s1",)).covered == START
-    master.take_in()
+    master.apply_deltas()
     assert look(store, master, on_disk=("s1",)).covered == Position(2, 4, 20)
 
 
@@ -68,7 +68,7 @@ def test_a_node_with_a_thousand_sessions_asks_only_for_the_last_ones(monkeypatch
     monkeypatch.setattr(earlier_sessions, "RECENT_SESSIONS", 2)
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
-    master.take_in()
+    master.apply_deltas()
     mark = master.head.marks["n/s1"]
     older = {f"n/s0{number}": mark.model_copy(update={"version": 0, "seq": 7}) for number in range(5)}
     head = master.head.model_copy(update={"marks": older | master.head.marks})
@@ -109,11 +109,11 @@ def test_names_that_are_not_deltas_are_ignored() -> None:
 
 
 def test_a_spool_says_which_delta_it_holds_unless_it_is_damaged() -> None:
-    _, _, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    data = life.files.contents[SPOOL]
+    _, _, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    data = process.files.contents[SPOOL]
     header = spooled_header(data)
     assert header is not None
     assert (header.id, header.position) == (DeltaId("n", "s1", 1), Position(2, 4, 20))

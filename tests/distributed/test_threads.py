@@ -12,7 +12,7 @@ NEVER = 3600.0
 
 
 def ignore(error: Exception) -> None:
-    raise AssertionError(f"the lane failed: {error}") from error
+    raise AssertionError(f"the thread failed: {error}") from error
 
 
 def counting(enough: int) -> tuple[Callable[[], bool], threading.Event]:
@@ -31,10 +31,10 @@ def counting(enough: int) -> tuple[Callable[[], bool], threading.Event]:
 
 def test_work_that_asks_for_more_is_called_again_at_once() -> None:
     work, done = counting(5)
-    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=NEVER, failed=ignore)
+    thread.start()
     assert done.wait(SOON)
-    assert lane.stop(SOON)
+    assert thread.stop(SOON)
 
 
 def test_work_is_done_again_after_the_interval() -> None:
@@ -46,10 +46,10 @@ def test_work_is_done_again_after_the_interval() -> None:
             done.set()
         return False
 
-    lane = BackgroundThread("test", work, interval=0.001, failed=ignore)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=0.001, failed=ignore)
+    thread.start()
     assert done.wait(SOON)
-    assert lane.stop(SOON)
+    assert thread.stop(SOON)
 
 
 def test_a_thread_woken_during_its_work_does_it_once_more() -> None:
@@ -63,13 +63,13 @@ def test_a_thread_woken_during_its_work_does_it_once_more() -> None:
         go_on.wait(SOON)
         return False
 
-    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=NEVER, failed=ignore)
+    thread.start()
     assert begun.wait(SOON)
-    lane.wake()
+    thread.wake()
     go_on.set()
     assert twice.wait(SOON)
-    assert lane.stop(SOON)
+    assert thread.stop(SOON)
     assert len(calls) == 2, "and not again and again"
 
 
@@ -83,10 +83,10 @@ def test_an_error_is_reported_and_the_thread_continues() -> None:
             return False
         raise OSError("the disk is full")
 
-    lane = BackgroundThread("test", work, interval=0.001, failed=told.append)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=0.001, failed=told.append)
+    thread.start()
     assert done.wait(SOON)
-    assert lane.stop(SOON)
+    assert thread.stop(SOON)
     assert [str(error) for error in told] == ["the disk is full"]
 
 
@@ -98,12 +98,12 @@ def test_a_hanging_thread_is_left_to_end_by_itself() -> None:
         go_on.wait(SOON)
         return True
 
-    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=NEVER, failed=ignore)
+    thread.start()
     assert begun.wait(SOON)
-    assert not lane.stop(0.0)
+    assert not thread.stop(0.0)
     go_on.set()
-    assert lane.stop(SOON), "it does no more work, though it asked for it"
+    assert thread.stop(SOON), "it does no more work, though it asked for it"
 
 
 def test_threads_that_share_a_stop_event_end_together() -> None:

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.metrics import MetricLogger
+from speedtronic.precision import PrecisionPlan
 from speedtronic.trainer import Trainer
+
+ACCUMULATE_TWO = {"micro_batch_size": 4, "target_batch_size": 8}
 
 
 class Regression(nn.Module):
@@ -95,3 +98,77 @@ def make_trainer(
         logger=options.pop("logger", MetricLogger(stream=Silence(), hooks=[events] if events is not None else [])),
         **options,
     )
+
+
+def config_of(**sections: Any) -> SpeedtronicConfig:
+    return SpeedtronicConfig.from_dict(sections)
+
+
+class OnlyLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return {"logits": self.head(self.embed(input_ids))}
+
+
+def successor_batches() -> list[dict[str, Tensor]]:
+    ids = torch.arange(24).reshape(4, 6) % 11
+    return [{"input_ids": ids, "labels": (ids + 1) % 11}]
+
+
+def poisoned(step: int) -> Endless:
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        x, y = regression_batches()[number % 8]
+        return x * float("nan") if number == step - 1 else x, y
+
+    return Endless(batch)
+
+
+class Coordinator:
+    """A SyncCoordinator that writes down what happens to it, among the events."""
+
+    def __init__(self, events: Events, *, reset: bool = False, fail_at: str | None = None) -> None:
+        self._events = events
+        self._reset = reset
+        self._fail_at = fail_at
+
+    def _note(self, what: str, **payload: Any) -> None:
+        self._events.on_event(f"coordinator.{what}", payload)
+        if what == self._fail_at:
+            raise RuntimeError(f"{what} failed")
+
+    def start(self) -> None:
+        self._note("start")
+
+    def after_optimizer_step(self, model: Any, step: int) -> bool:
+        self._note("step", model=model, step=step)
+        return self._reset
+
+    def stop(self) -> None:
+        self._note("stop")
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return {"baseline": 7}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._note("load", state=state)
+
+
+SCALED = PrecisionPlan(mode="fp16", dtype=torch.float32, use_scaler=True, autocast_enabled=False, device_type="cpu")
+
+
+class Overflowing(Regression):
+    """Gradients of the given steps are infinite under any loss scale."""
+
+    def __init__(self, *bad: int) -> None:
+        super().__init__()
+        self._bad = bad
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        loss = super().forward(x, y)["loss"]
+        return {"loss": loss * float("inf")} if self.calls in self._bad or self._bad == (-1,) else {"loss": loss}

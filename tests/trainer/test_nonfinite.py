@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.errors import NonFiniteError
+from speedtronic.metrics import MetricLogger
+from speedtronic.trainer import Trainer
 from speedtronic.trainer.nonfinite import NonFiniteGuard, Policy
+from tests.support.models import (
+    Events,
+    Regression,
+    Silence,
+    config_of,
+    make_trainer,
+    poisoned,
+    regression_batches,
+)
 
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
 
@@ -71,3 +87,59 @@ def test_the_verdict_leaves_no_mark_on_the_optimizer() -> None:
     guard = NonFiniteGuard("stop", optimizer)
     guard.step(guard.inspect(ONE, ONE))
     assert "found_inf" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("every_steps", [1, 10])
+def test_a_nan_loss_stops_at_its_step_with_the_weights_before_it(fused: bool, every_steps: int, tmp_path: Path) -> None:
+
+    def train(batches: Any, steps: int) -> Trainer:
+        torch.manual_seed(0)
+        model = Regression()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        ours = make_trainer(
+            model,
+            batches,
+            optimizer=optimizer,
+            logger=MetricLogger(stream=Silence(), every_steps=every_steps),
+            checkpoint_manager=CheckpointManager(tmp_path / str(steps), every_steps=2),
+        )
+        return ours if steps > 2 else _fitted(ours, steps)
+
+    good = train(regression_batches(), 2)
+    bad = train(poisoned(3), 9)
+    with pytest.raises(NonFiniteError, match="step 3") as caught:
+        bad.fit(9)
+    assert caught.value.step == 3
+    # An ordinary optimizer's refusal is known at once; a fused one's when the step is logged.
+    assert bad.step == 2
+    for name, parameter in good.model.named_parameters():
+        torch.testing.assert_close(bad.model.get_parameter(name), parameter, rtol=0, atol=0)
+    latest = CheckpointManager(tmp_path / "9").load_latest()
+    assert latest is not None
+    assert latest["step"] == 2
+
+
+def _fitted(ours: Trainer, steps: int) -> Trainer:
+    ours.fit(steps)
+    return ours
+
+
+def test_a_nan_loss_is_an_event_and_the_record_of_its_step_is_null() -> None:
+    events = Events()
+    ours = make_trainer(batches=poisoned(2), events=events)
+    with pytest.raises(NonFiniteError):
+        ours.fit(5)
+    (event,) = events.of("nonfinite")
+    assert (event["step"], event["action"]) == (2, "stop")
+
+
+@pytest.mark.parametrize("policy", ["skip", "ignore"])
+def test_other_policies_go_on(policy: str) -> None:
+    events = Events()
+    ours = make_trainer(batches=poisoned(2), events=events, config=config_of(run={"on_nonfinite": policy}))
+    result = ours.fit(4)
+    assert result.steps == 4
+    assert events.of("nonfinite")[0]["action"] == policy
+    finite = all(torch.isfinite(parameter).all() for parameter in ours.model.parameters())
+    assert finite is (policy == "skip")

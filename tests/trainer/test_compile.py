@@ -1,0 +1,125 @@
+"""A compiled model trains like an eager one, and a failure of the compiler costs only the compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speedtronic.trainer import Trainer
+from tests.support.models import (
+    ACCUMULATE_TWO,
+    Events,
+    Regression,
+    config_of,
+    make_trainer,
+    regression_batches,
+)
+
+
+def test_a_failing_construction_leaves_the_eager_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed: "torch.compile construction failure leaves the eager model active"."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    events = Events()
+    ours = make_trainer(config=config_of(compile=True), events=events)
+    assert ours.fit(2).steps == 2
+    assert events.of("compile")[0]["status"] == "construction_failed"
+    assert "no compiler" in events.of("compile")[0]["error"]
+
+
+class Breakable:
+    """A stand-in for torch.compile: runs the module eagerly, and fails in the given calls."""
+
+    def __init__(self, model: nn.Module, fail_at: set[int], error: Exception) -> None:
+        self._model, self._fail_at, self._error = model, fail_at, error
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        output = self._model(*args, **kwargs)
+        if self.calls in self._fail_at:
+            raise self._error
+        return output
+
+
+class Dropping(Regression):
+    """Draws random numbers in its forward, so that a rerun shows whether they were rewound."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training), y)
+
+
+def breakable_trainer(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, events: Events | None = None, fail_at: int = 4
+) -> Trainer:
+    monkeypatch.setattr(torch, "compile", lambda model, **options: Breakable(model, {fail_at}, error))
+    torch.manual_seed(0)
+    return make_trainer(Dropping(), events=events, config=config_of(compile=True, data=ACCUMULATE_TWO))
+
+
+def test_a_compiled_failure_reruns_the_update_eagerly_as_if_nothing_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seed: "Any exception from a compiled forward disables compilation and reruns that batch eagerly"."""
+    events = Events()
+    ours = breakable_trainer(monkeypatch, RuntimeError("broken kernel"), events)
+    torch.manual_seed(1)
+    losses = [record["loss"] for record in ours.fit(4).metrics]
+    assert [payload["status"] for payload in events.of("compile")] == ["enabled", "runtime_fallback"]
+    torch.manual_seed(0)
+    eager = make_trainer(Dropping(), config=config_of(data=ACCUMULATE_TWO))
+    torch.manual_seed(1)
+    assert losses == [record["loss"] for record in eager.fit(4).metrics]
+
+
+def test_the_eager_error_is_raised_when_the_rerun_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = breakable_trainer(monkeypatch, RuntimeError("compiled"), fail_at=1)
+
+    class Broken(Regression):
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            raise ValueError("the model's own mistake")
+
+    ours.model = Broken()
+    with pytest.raises(ValueError, match="own mistake"):
+        ours.fit(1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_running_out_of_memory_is_never_swallowed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = breakable_trainer(monkeypatch, error)
+    with pytest.raises(type(error)):
+        ours.fit(4)
+
+
+def test_a_batch_smaller_than_the_first_does_not_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Breakable] = []
+
+    def fake_compile(model: nn.Module, **options: Any) -> Breakable:
+        made.append(Breakable(model, set(), RuntimeError()))
+        return made[0]
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    x, y = regression_batches()[0]
+    make_trainer(batches=[(x, y), (x[:2], y[:2])], config=config_of(compile=True)).fit(4)
+    assert made[0].calls == 2
+
+
+@pytest.mark.slow
+def test_a_really_compiled_model_trains_and_saves_plain_names() -> None:
+    ours, eager = make_trainer(config=config_of(compile=True)), make_trainer()
+    compiled_losses = [record["loss"] for record in ours.fit(4).metrics]
+    assert compiled_losses == pytest.approx([record["loss"] for record in eager.fit(4).metrics], rel=1e-5)
+    assert ours.state_dict()["model"].keys() == eager.state_dict()["model"].keys()

@@ -1,0 +1,130 @@
+"""An update reads nothing back that it can leave on the device, and survives gradients that overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from speedtronic.errors import ScalerOverflowError
+from speedtronic.trainer import step
+from speedtronic.trainer.step import Updater
+from tests.support.models import (
+    SCALED,
+    Coordinator,
+    Events,
+    OnlyLogits,
+    Overflowing,
+    config_of,
+    make_trainer,
+    successor_batches,
+)
+
+
+def test_the_optimizers_step_is_looked_up_at_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = make_trainer()
+    steps: list[int] = []
+    original = ours.optimizer.step
+    monkeypatch.setattr(ours.optimizer, "step", lambda: (steps.append(ours.step), original()))
+    ours.fit(3)
+    assert steps == [0, 1, 2]
+
+
+def scalar_reads(accumulation: int, optimizer_kind: str, ema: float | None = None) -> list[str]:
+    """Where numbers were read from tensors over four updates, as the names of the trainer's parts."""
+    torch.manual_seed(0)
+    model = OnlyLogits()
+    kinds: Mapping[str, Callable[[], torch.optim.Optimizer]] = {
+        "fused": lambda: torch.optim.AdamW(model.parameters(), fused=True),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    data = {"micro_batch_size": 4, "target_batch_size": 4 * accumulation}
+    config = config_of(data=data, optimizer={"ema": ema})
+    ours = make_trainer(model, successor_batches(), optimizer=kinds[optimizer_kind](), config=config)
+    ours.fit(1)
+    with (
+        mock.patch.object(Updater, "_guarded_update", spanned(Updater._guarded_update)),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        ours.fit(5)
+    return [place(event) for event in profile.events() if event.name == "aten::_local_scalar_dense"]
+
+
+def spanned(update: Any) -> Any:
+    def spanning(*args: Any) -> Any:
+        with torch.profiler.record_function("update"):
+            return update(*args)
+
+    return spanning
+
+
+def place(event: Any) -> str:
+    parents = []
+    while event is not None:
+        parents.append(event.name)
+        event = event.cpu_parent
+    if any(name.startswith("Optimizer.step") for name in parents):
+        return "optimizer"
+    return "update" if "update" in parents else "elsewhere"
+
+
+def test_of_an_ordinary_optimizer_one_number_is_read_per_update_and_none_elsewhere() -> None:
+    assert scalar_reads(4, "sgd") == ["update"] * 4
+
+
+def test_of_a_fused_optimizer_nothing_is_read_outside_its_own_kernel() -> None:
+    assert set(scalar_reads(4, "fused")) <= {"optimizer"}
+
+
+@pytest.mark.parametrize("optimizer_kind", ["fused", "sgd"])
+def test_an_average_of_the_weights_reads_nothing_more(optimizer_kind: str) -> None:
+    assert scalar_reads(1, optimizer_kind, ema=0.9) == scalar_reads(1, optimizer_kind)
+
+
+@pytest.mark.parametrize("optimizer_kind", ["fused", "sgd"])
+def test_the_reads_per_update_do_not_grow_with_the_micro_batches(optimizer_kind: str) -> None:
+    assert scalar_reads(1, optimizer_kind) == scalar_reads(8, optimizer_kind)
+
+
+def test_an_overflow_leaves_step_scheduler_and_coordinator_alone() -> None:
+    """Seed: "A GradScaler may skip an overflowing optimizer update; the trainer emits an event and keeps the global
+    step unchanged for that attempt".
+    """
+    events = Events()
+    torch.manual_seed(0)
+    model = Overflowing(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    ours = make_trainer(
+        model,
+        events=events,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        precision=SCALED,
+        coordinator=Coordinator(events),
+    )
+    ours.fit(2)
+    assert model.calls == 3
+    assert [p["step"] for p in events.of("optimizer_step_skipped")] == [2]
+    assert [p["step"] for p in events.of("coordinator.step")] == [1, 2]
+    assert (ours.step, scheduler.last_epoch, ours.samples) == (2, 2, 8)
+
+
+def test_an_endless_overflow_ends_in_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "MAX_CONSECUTIVE_OVERFLOWS", 5)
+    model = Overflowing(-1)
+    ours = make_trainer(model, precision=SCALED)
+    with pytest.raises(ScalerOverflowError, match=r"step 1: the gradients overflowed 5 times"):
+        ours.fit(3)
+    assert model.calls == 5
+
+
+def test_a_scaled_run_equals_an_unscaled_one() -> None:
+    scaled, plain = make_trainer(precision=SCALED), make_trainer()
+    scaled.fit(5)
+    plain.fit(5)
+    for name, parameter in plain.model.named_parameters():
+        torch.testing.assert_close(scaled.model.get_parameter(name), parameter)
