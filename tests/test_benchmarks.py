@@ -1,4 +1,4 @@
-"""Each benchmark of DumbDiLoCo runs in its shortest form, and measures what it says."""
+"""Benchmarks run in their shortest form, and measure what they say."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def ablation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def text() -> str:
     return "".join(chr(97 + (index * index + index // 7) % 26) for index in range(3000))
+
+
+@pytest.mark.slow
+def test_the_start_of_a_run_is_compared_with_the_same_steps_by_hand() -> None:
+    (record,) = records("startup.py", "--rounds", "1")
+    assert record["ratios"].keys() == {f"speedtronic {name}" for name in ("--help", "validate", "schema", "train")}
+    assert all(0 < ratio < 2 for ratio in record["ratios"].values())
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def samples_of(*steps: int) -> list[int]:
 
 
 def a_kill_instead_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let the end of a run hand nothing over, as where the process is killed; the returned function undoes it."""
+    """Let the end of a run send nothing, as where the process is killed; the returned function undoes it."""
     stop = DumbDiLoCoCoordinator.stop
 
     def vanish(coordinator: DumbDiLoCoCoordinator) -> None:
@@ -161,14 +161,14 @@ def test_the_events_of_a_master_and_its_node_have_the_documented_keys(tmp_path: 
         assert payload.keys() - set(EVENTS[name].sometimes) == set(EVENTS[name].keys), name
 
 
-def test_the_model_of_version_0_is_that_with_which_a_run_begins(tmp_path: Path, data: Numbered) -> None:
+def test_version_0_holds_the_initial_weights_of_a_run(tmp_path: Path, data: Numbered) -> None:
     config = config_of(tmp_path)
     trainer, _ = build_runtime(config)
     alone = build_initial_model(SpeedtronicConfig.from_dict(config), trainer.logger)
     torch.testing.assert_close(trainer.model.state_dict(), alone.state_dict(), rtol=0, atol=0)
 
 
-def test_a_second_run_of_the_same_node_is_refused_when_it_begins(tmp_path: Path, data: Numbered) -> None:
+def test_a_second_run_of_the_same_node_is_refused_at_its_start(tmp_path: Path, data: Numbered) -> None:
     config = config_of(tmp_path)
     master_of(config)
     first, _ = build_runtime(config)
@@ -196,7 +196,7 @@ def read_by(folder: Path, data: Numbered, node: str, **distributed: Any) -> tupl
     return list(data.read), text.read_text(encoding="utf-8") if text.exists() else ""
 
 
-def test_expected_nodes_read_parts_of_their_own_and_find_them_again(tmp_path: Path, data: Numbered) -> None:
+def test_expected_nodes_read_their_own_parts_and_find_them_again(tmp_path: Path, data: Numbered) -> None:
     ann, words = read_by(tmp_path, data, "ann", expected_nodes=2)
     bob, _ = read_by(tmp_path, data, "bob", expected_nodes=2)
     assert sorted(ann + bob) == list(range(SAMPLES))
@@ -207,14 +207,14 @@ def test_expected_nodes_read_parts_of_their_own_and_find_them_again(tmp_path: Pa
     assert read_by(tmp_path, data, "ann", expected_nodes=2, state_dir=str(tmp_path / "new"))[0] == ann
 
 
-def test_a_node_too_many_reads_with_another_and_is_warned(tmp_path: Path, data: Numbered) -> None:
+def test_an_unexpected_node_shares_a_part_and_is_warned(tmp_path: Path, data: Numbered) -> None:
     first, _ = read_by(tmp_path, data, "ann", expected_nodes=1)
     second, words = read_by(tmp_path, data, "bob", expected_nodes=1)
     assert first == second
     assert "number 2 of distributed.expected_nodes: 1" in words
 
 
-def test_a_node_that_cannot_ask_for_its_part_does_not_begin(
+def test_a_node_that_cannot_ask_for_its_part_does_not_start(
     tmp_path: Path, data: Numbered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from speedtronic.distributed.stores import FolderStore
@@ -227,7 +227,7 @@ def test_a_node_that_cannot_ask_for_its_part_does_not_begin(
         build_runtime(config_of(tmp_path, expected_nodes=2))
 
 
-def test_nodes_of_unknown_number_shuffle_each_in_an_order_of_its_own(tmp_path: Path, data: Numbered) -> None:
+def test_without_expected_nodes_each_node_shuffles_in_its_own_order(tmp_path: Path, data: Numbered) -> None:
     def order(node: str) -> list[int]:
         config = config_of(tmp_path, node_id=node)
         config["data"]["shuffle"] = True
@@ -243,7 +243,7 @@ def test_nodes_of_unknown_number_shuffle_each_in_an_order_of_its_own(tmp_path: P
     assert order("ann") == ann
 
 
-def test_nodes_that_all_read_the_same_are_warned(tmp_path: Path, data: Numbered) -> None:
+def test_nodes_that_read_the_same_data_are_warned(tmp_path: Path, data: Numbered) -> None:
     _, words = read_by(tmp_path, data, "ann")
     assert "every node reads the same data in the same order" in words
 
@@ -273,7 +273,7 @@ def test_a_killed_node_trains_and_sends_no_step_twice(
     assert master.sync_once() == 6
 
 
-def test_a_killed_node_without_a_checkpoint_goes_on_behind_what_it_sent(
+def test_a_killed_node_without_a_checkpoint_continues_after_what_it_sent(
     tmp_path: Path, data: Numbered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path)

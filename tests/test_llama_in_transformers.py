@@ -1,4 +1,4 @@
-"""What is exported as a Llama computes in `transformers` what it computed here, and the way back.
+"""A model exported as a Llama gives the same results in `transformers`, and the other way round.
 
 All of it is marked slow: importing `transformers` takes seconds.
 """
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 def trained(**sizes: Any) -> tuple[SpeedtronicConfig, ReferenceTransformer]:
-    """A model whose every weight matters: fresh ones have norms of one and logits near zero."""
+    """A model in which every weight matters: a new model has norms of one and logits near zero."""
     config = SpeedtronicConfig.from_dict({"model": {"vocab_size": 64, "max_seq_len": 64, **sizes}})
     torch.manual_seed(11)
     model = build_reference_transformer(config.model).eval()
@@ -58,7 +58,7 @@ def exported(folder: Path, config: SpeedtronicConfig, model: ReferenceTransforme
 
 
 def loaded(folder: Path) -> Any:
-    """What `transformers` makes of a folder, when nothing is missing in it and nothing left over."""
+    """The model that `transformers` loads from a folder, with no weight missing and none unused."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert type(model) is transformers.LlamaForCausalLM
@@ -83,7 +83,7 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, sizes: dict[str, 
     assert_same_logits(model, loaded(exported(tmp_path, config, model)), ids_for(config))
 
 
-def test_far_from_the_beginning_only_the_angles_that_transformers_rounds_differ(tmp_path: Path) -> None:
+def test_at_late_positions_only_the_angles_that_transformers_rounds_differ(tmp_path: Path) -> None:
     config, model = trained(**{**SHAPES["long"], "max_seq_len": 2048})
     theirs = loaded(exported(tmp_path, config, model))
     cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(2048)[None])
@@ -122,7 +122,7 @@ def test_a_text_ends_where_the_document_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SHAPES["grouped"], SHAPES["odd sizes"], SHAPES["one key-value head, untied"]])
-def test_a_llama_that_transformers_saved_is_the_reference_model_again(tmp_path: Path, sizes: dict[str, Any]) -> None:
+def test_a_llama_that_transformers_saves_again_is_the_reference_model(tmp_path: Path, sizes: dict[str, Any]) -> None:
     config, model = trained(**sizes)
     theirs = loaded(exported(tmp_path, config, model))
     theirs.save_pretrained(tmp_path / "again")
@@ -170,7 +170,7 @@ def test_a_run_starts_from_the_folder_of_a_llama(tmp_path: Path, sizes: dict[str
         assert_same_logits(trainer.model.eval(), theirs, ids_for(config))
 
 
-def test_a_run_does_not_start_from_a_llama_that_computes_something_else(tmp_path: Path) -> None:
+def test_a_run_does_not_start_from_a_llama_with_another_formula(tmp_path: Path) -> None:
     config, model = trained(**SHAPES["plain"])
     folder = exported(tmp_path, config, model)
     run = tiny(tmp_path / "run", run={"init_from": str(folder)}, model={**dict(config.model), "rope_base": 5.0})
@@ -179,7 +179,7 @@ def test_a_run_does_not_start_from_a_llama_that_computes_something_else(tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_half_precision_are_loaded_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_half_precision_weights_are_loaded_unchanged(tmp_path: Path, dtype: torch.dtype) -> None:
     config, model = trained(**SHAPES["grouped"])
     theirs = loaded(exported(tmp_path, config, model, dtype=dtype))
     assert theirs.dtype == dtype

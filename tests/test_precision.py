@@ -16,6 +16,7 @@ from speedtronic.precision import (
     resolve_precision,
     supports_fused_adamw,
 )
+from tests.support.cases import case
 
 FP32 = PrecisionPlan("fp32", torch.float32, False, False, "cpu")
 
@@ -43,16 +44,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("parts", "device"),
-    [({"gpus": 1, "mps": True}, "cuda"), ({"gpus": 4}, "cuda:0"), ({"mps": True}, "mps"), ({}, "cpu")],
-)
-@pytest.mark.parametrize("requested", ["auto", None])
-def test_auto_takes_cuda_then_mps_then_the_cpu(
-    machine: Machine, parts: dict[str, Any], device: str, requested: str | None
-) -> None:
-    machine.has(**parts)
-    assert resolve_device(requested) == torch.device(device)
+def test_auto_takes_cuda_then_mps_then_the_cpu(machine: Machine) -> None:
+    for parts, device in (
+        ({"gpus": 1, "mps": True}, "cuda"),
+        ({"gpus": 4}, "cuda:0"),
+        ({"mps": True}, "mps"),
+        ({}, "cpu"),
+    ):
+        for requested in ("auto", None):
+            with case(parts, device, requested):
+                machine.has(**parts)
+                assert resolve_device(requested) == torch.device(device)
 
 
 def test_an_explicit_device_is_kept(machine: Machine) -> None:
@@ -62,80 +64,67 @@ def test_an_explicit_device_is_kept(machine: Machine) -> None:
     assert resolve_device(torch.device("cuda", 1)) == torch.device("cuda:1")
 
 
-@pytest.mark.parametrize("requested", ["cuda", "cuda:0", "mps", torch.device("cuda"), "xpu", "meta"])
-def test_a_missing_device_is_a_runtime_error_that_names_what_is_there(
-    machine: Machine, requested: str | torch.device
-) -> None:
-    with pytest.raises(DeviceError, match=rf"{str(requested)!r} is not available.*: cpu$") as caught:
-        resolve_device(requested)
-    assert isinstance(caught.value, RuntimeError)
+def test_a_missing_device_is_a_runtime_error_that_names_the_available_ones(machine: Machine) -> None:
+    for requested in ("cuda", "cuda:0", "mps", torch.device("cuda"), "xpu", "meta"):
+        with case(requested):
+            with pytest.raises(DeviceError, match=rf"{str(requested)!r} is not available.*: cpu$") as caught:
+                resolve_device(requested)
+            assert isinstance(caught.value, RuntimeError)
 
 
-def test_an_index_beyond_the_last_gpu_is_refused_with_the_ones_there_are(machine: Machine) -> None:
+def test_an_index_beyond_the_last_gpu_is_refused_and_the_error_names_the_gpus(machine: Machine) -> None:
     machine.has(gpus=2)
     with pytest.raises(DeviceError, match="'cuda:7'.*cuda:0, cuda:1, cpu"):
         resolve_device("cuda:7")
 
 
-def test_a_name_that_is_no_device_is_refused_with_the_possible_ones() -> None:
+def test_an_unknown_device_name_is_refused_and_the_error_lists_the_known_ones() -> None:
     with pytest.raises(DeviceError, match="'gpu'.*auto, cpu, cuda, cuda:<index> or mps"):
         resolve_device("gpu")
 
 
-@pytest.mark.parametrize("config", ["auto", PrecisionConfig()])
-@pytest.mark.parametrize(
-    ("device", "bf16", "plan"),
-    [
-        ("cuda", True, PrecisionPlan("bf16", torch.bfloat16, False, True, "cuda")),
-        ("cuda:1", False, PrecisionPlan("fp16", torch.float16, True, True, "cuda")),
-        ("mps", False, PrecisionPlan("fp32", torch.float32, False, False, "mps")),
-        ("cpu", False, FP32),
-    ],
-)
-def test_auto_precision_follows_the_device(
-    machine: Machine, config: str | PrecisionConfig, device: str, bf16: bool, plan: PrecisionPlan
-) -> None:
-    machine.has(gpus=2, bf16=bf16, mps=True, macos_14=True)
-    assert resolve_precision(config, torch.device(device)) == plan
+def test_auto_precision_follows_the_device(machine: Machine) -> None:
+    for config in ("auto", PrecisionConfig()):
+        for device, bf16, plan in (
+            ("cuda", True, PrecisionPlan("bf16", torch.bfloat16, False, True, "cuda")),
+            ("cuda:1", False, PrecisionPlan("fp16", torch.float16, True, True, "cuda")),
+            ("mps", False, PrecisionPlan("fp32", torch.float32, False, False, "mps")),
+            ("cpu", False, FP32),
+        ):
+            with case(config, device, bf16, plan):
+                machine.has(gpus=2, bf16=bf16, mps=True, macos_14=True)
+                assert resolve_precision(config, torch.device(device)) == plan
 
 
-@pytest.mark.parametrize(
-    ("mode", "device", "parts"),
-    [
+def test_an_explicit_mode_that_the_device_can_run_is_kept(machine: Machine) -> None:
+    for mode, device, parts in (
         ("fp32", "cuda", {"gpus": 1, "bf16": True}),
         ("fp16", "cuda", {"gpus": 1}),
         ("bf16", "cuda", {"gpus": 1, "bf16": True}),
         ("bf16", "mps", {"mps": True, "macos_14": True}),
         ("bf16", "cpu", {}),
         ("fp32", "cpu", {}),
-    ],
-)
-def test_an_explicit_mode_that_the_device_can_run_is_kept(
-    machine: Machine, mode: str, device: str, parts: dict[str, Any]
-) -> None:
-    machine.has(**parts)
-    plan = resolve_precision(mode, device)
-    assert (plan.mode, plan.device_type) == (mode, device)
-    assert plan.use_scaler == (mode == "fp16")
-    assert plan.autocast_enabled == (mode != "fp32")
+    ):
+        with case(mode, device, parts):
+            machine.has(**parts)
+            plan = resolve_precision(mode, device)
+            assert (plan.mode, plan.device_type) == (mode, device)
+            assert plan.use_scaler == (mode == "fp16")
+            assert plan.autocast_enabled == (mode != "fp32")
 
 
-@pytest.mark.parametrize(
-    ("mode", "device", "parts"),
-    [
+def test_a_mode_that_the_device_cannot_run_becomes_fp32_with_a_warning(machine: Machine) -> None:
+    for mode, device, parts in (
         ("bf16", "cuda", {"gpus": 1, "bf16": False}),
         ("fp16", "cpu", {}),
         ("fp16", "mps", {"mps": True, "macos_14": True}),
         ("bf16", "mps", {"mps": True, "macos_14": False}),
-    ],
-)
-def test_a_mode_that_the_device_cannot_run_becomes_fp32_with_a_warning(
-    machine: Machine, mode: str, device: str, parts: dict[str, Any]
-) -> None:
-    machine.has(**parts)
-    with pytest.warns(UserWarning, match=f"{mode} cannot run on {device}"):
-        plan = resolve_precision(mode, device)
-    assert plan == dataclasses.replace(FP32, device_type=device)
+    ):
+        with case(mode, device, parts):
+            machine.has(**parts)
+            with pytest.warns(UserWarning, match=f"{mode} cannot run on {device}"):
+                plan = resolve_precision(mode, device)
+            assert plan == dataclasses.replace(FP32, device_type=device)
 
 
 def test_the_dtype_names_the_autocast_dtype_when_the_mode_is_auto() -> None:
@@ -148,7 +137,7 @@ def test_fp8_is_not_built_yet() -> None:
         resolve_precision("fp8", "cpu")
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_mode_is_refused_and_the_error_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'half' is not one of auto, bf16, fp16, fp32"):
         resolve_precision("half", "cpu")
 
@@ -158,7 +147,7 @@ def test_a_plan_cannot_be_changed() -> None:
         FP32.mode = "bf16"  # type: ignore[misc]
 
 
-def test_autocast_is_on_for_half_precision_alone() -> None:
+def test_autocast_is_on_only_for_half_precision() -> None:
     weight = torch.ones(2, 2)
     with autocast_context(resolve_precision("bf16", "cpu")):
         assert (weight @ weight).dtype == torch.bfloat16
@@ -166,7 +155,7 @@ def test_autocast_is_on_for_half_precision_alone() -> None:
         assert (weight @ weight).dtype == torch.float32
 
 
-def test_the_scaler_is_active_in_fp16_alone() -> None:
+def test_the_scaler_is_active_only_in_fp16() -> None:
     assert not make_grad_scaler(FP32).is_enabled()
     scaler = make_grad_scaler(PrecisionPlan("fp16", torch.float16, True, True, "cpu"))
     assert scaler.is_enabled()
@@ -174,7 +163,7 @@ def test_the_scaler_is_active_in_fp16_alone() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_fused_adamw_is_probed_on_cuda_alone(device: str) -> None:
+def test_fused_adamw_is_probed_only_on_cuda(device: str) -> None:
     """Seed: "When optimizer.fused is null, supports_fused_adamw(device) probes CUDA"."""
     assert supports_fused_adamw(device) is False
 

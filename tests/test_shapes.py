@@ -23,6 +23,7 @@ from speedtronic.shapes import (
     resolve_shape_profile,
     validate_startup_shapes,
 )
+from tests.support.cases import case
 from tests.support.models import Events, Silence
 
 
@@ -32,7 +33,7 @@ def plan(mode: Any = "bf16", device_type: str = "cuda") -> PrecisionPlan:
 
 
 def config(**sections: Any) -> SpeedtronicConfig:
-    """Aligned in every size, unless told otherwise."""
+    """A configuration with aligned sizes, except those given."""
     tree: dict[str, dict[str, Any]] = {
         "model": {"vocab_size": 64, "max_seq_len": 64},
         "data": {"micro_batch_size": 8, "target_batch_size": 8},
@@ -56,7 +57,7 @@ def codes(report: ShapeReport) -> list[str]:
     return [warning.code for warning in report.warnings]
 
 
-# What brings each warning out: configuration, model, and its field, value and suggestion.
+# For each warning, a configuration and a model that cause it, and the field, value and suggestion to expect.
 CASES: dict[str, tuple[dict[str, Any], nn.Module, str, int, int | None]] = {
     "batch_alignment": (
         {"data": {"micro_batch_size": 12, "target_batch_size": 48}},
@@ -87,38 +88,38 @@ CASES: dict[str, tuple[dict[str, Any], nn.Module, str, int, int | None]] = {
 # ---------------------------------------------------------------- profile
 
 
-@pytest.mark.parametrize(
-    ("device", "mode", "alignment"),
-    [
+def test_auto_is_8_for_half_precision_on_cuda_and_none_elsewhere() -> None:
+    for device, mode, alignment in (
         ("cuda", "bf16", 8),
         ("cuda:1", "fp16", 8),
         ("cuda", "fp32", None),
         ("cpu", "bf16", None),
         ("cpu", "fp32", None),
         ("mps", "bf16", None),
-    ],
-)
-def test_auto_is_8_for_half_precision_on_cuda_and_nothing_elsewhere(
-    device: str, mode: Any, alignment: int | None
-) -> None:
-    kind = device.partition(":")[0]
-    expected = ShapeProfile(kind, mode, alignment, "auto")
-    assert resolve_shape_profile(device, plan(mode, kind)) == expected
-    assert resolve_shape_profile(torch.device(device), mode, "auto") == expected
+    ):
+        with case(device, mode, alignment):
+            kind = device.partition(":")[0]
+            expected = ShapeProfile(kind, mode, alignment, "auto")
+            assert resolve_shape_profile(device, plan(mode, kind)) == expected
+            assert resolve_shape_profile(torch.device(device), mode, "auto") == expected
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_an_explicit_alignment_counts_on_every_device(device: str) -> None:
-    assert resolve_shape_profile(device, plan("fp32", device), 64) == ShapeProfile(device, "fp32", 64, "explicit")
-    for nothing in ("none", None):
-        profile = resolve_shape_profile(device, plan("bf16", device), requested_alignment=nothing)  # type: ignore[arg-type]
-        assert profile == ShapeProfile(device, "bf16", None, "explicit")
+def test_an_explicit_alignment_is_used_on_every_device() -> None:
+    for device in ("cuda", "cpu"):
+        with case(device):
+            assert resolve_shape_profile(device, plan("fp32", device), 64) == ShapeProfile(
+                device, "fp32", 64, "explicit"
+            )
+            for nothing in ("none", None):
+                profile = resolve_shape_profile(device, plan("bf16", device), requested_alignment=nothing)  # type: ignore[arg-type]
+                assert profile == ShapeProfile(device, "bf16", None, "explicit")
 
 
-@pytest.mark.parametrize("wrong", [0, -8, True, 8.0, "8", "many"])
-def test_an_alignment_that_is_no_number_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"shape_validation\.alignment: must be 'auto', 'none' or"):
-        resolve_shape_profile("cuda", plan(), wrong)
+def test_an_alignment_that_is_not_a_whole_number_is_refused() -> None:
+    for wrong in (0, -8, True, 8.0, "8", "many"):
+        message = r"shape_validation\.alignment: must be 'auto', 'none' or"
+        with case(wrong), pytest.raises(ConfigError, match=message):
+            resolve_shape_profile("cuda", plan(), wrong)
 
 
 # ---------------------------------------------------------------- warnings
@@ -133,15 +134,16 @@ def test_each_check_has_its_code_and_its_suggestion(code: str) -> None:
     assert found[0].reason
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-@pytest.mark.parametrize("code", CASES)
-def test_each_check_is_quiet_without_cuda_unless_asked_to_warn(code: str, device: str) -> None:
-    sections, model, *_ = CASES[code]
-    section = {"alignment": 8, **sections.get("shape_validation", {})}
-    quiet = config(**{**sections, "shape_validation": section})
-    assert validate(quiet, model, device, "fp32").warnings == ()
-    loud = config(**{**sections, "shape_validation": {**section, "warn_on_cpu": True}})
-    assert code in codes(validate(loud, model, device, "fp32"))
+def test_each_check_is_quiet_without_cuda_unless_asked_to_warn() -> None:
+    for device in ("cpu", "mps"):
+        for code in CASES:
+            with case(device, code):
+                sections, model, *_ = CASES[code]
+                section = {"alignment": 8, **sections.get("shape_validation", {})}
+                quiet = config(**{**sections, "shape_validation": section})
+                assert validate(quiet, model, device, "fp32").warnings == ()
+                loud = config(**{**sections, "shape_validation": {**section, "warn_on_cpu": True}})
+                assert code in codes(validate(loud, model, device, "fp32"))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_each_check_holds_against_an_explicit_alignment(code: str) -> None:
 
 
 @pytest.mark.parametrize("section", [{"enabled": False}, {"alignment": "none"}])
-def test_nothing_is_looked_at_when_it_is_switched_off(section: dict[str, Any]) -> None:
+def test_nothing_is_checked_if_the_validation_is_off(section: dict[str, Any]) -> None:
     settings = config(data={"micro_batch_size": 3, "target_batch_size": 3}, shape_validation=section)
 
     class Untouched(nn.Module):
@@ -181,13 +183,13 @@ def test_nothing_is_looked_at_when_it_is_switched_off(section: dict[str, Any]) -
     assert validate(settings, Untouched()).warnings == ()
 
 
-def test_aligned_sizes_bring_no_warning() -> None:
+def test_aligned_sizes_give_no_warning() -> None:
     settings = config(shape_validation={"check_vocab": True})
     model = ReferenceTransformer(vocab_size=64, block_size=64, n_layer=2, n_head=2, d_model=16, d_ff=48)
     assert validate(settings, model).warnings == ()
 
 
-def test_auto_knows_nothing_to_warn_of_on_a_cpu() -> None:
+def test_auto_gives_no_warning_on_a_cpu() -> None:
     settings = config(data={"micro_batch_size": 3, "target_batch_size": 3}, shape_validation={"warn_on_cpu": True})
     assert validate(settings, device="cpu", mode="fp32").warnings == ()
 
@@ -195,9 +197,8 @@ def test_auto_knows_nothing_to_warn_of_on_a_cpu() -> None:
 # ---------------------------------------------------------------- the batch
 
 
-@pytest.mark.parametrize(
-    ("micro", "target", "suggested"),
-    [
+def test_a_suggested_micro_batch_is_aligned_not_smaller_and_divides_the_target() -> None:
+    for micro, target, suggested in (
         (3, 24, 8),
         (3, 12, None),
         (6, 48, 8),
@@ -206,21 +207,18 @@ def test_auto_knows_nothing_to_warn_of_on_a_cpu() -> None:
         (20, 40, 40),
         (1, 1, None),
         (1, 2**31 - 8, 8),
-    ],
-)
-def test_a_suggested_micro_batch_is_aligned_no_smaller_and_divides_the_target(
-    micro: int, target: int, suggested: int | None
-) -> None:
-    settings = config(data={"micro_batch_size": micro, "target_batch_size": target})
-    found = [warning.suggested for warning in validate(settings).warnings if warning.code == "batch_alignment"]
-    assert found == [suggested]
-    if suggested is not None:
-        settings.data.micro_batch_size = suggested
-        settings.validate()
-        assert "batch_alignment" not in codes(validate(settings))
+    ):
+        with case(micro, target, suggested):
+            settings = config(data={"micro_batch_size": micro, "target_batch_size": target})
+            found = [warning.suggested for warning in validate(settings).warnings if warning.code == "batch_alignment"]
+            assert found == [suggested]
+            if suggested is not None:
+                settings.data.micro_batch_size = suggested
+                settings.validate()
+                assert "batch_alignment" not in codes(validate(settings))
 
 
-def test_a_longer_sequence_than_the_model_takes_says_what_has_to_grow() -> None:
+def test_a_suggested_sequence_that_is_too_long_for_the_model_names_max_seq_len() -> None:
     (warning,) = validate(config(model={"max_seq_len": 60})).warnings
     assert warning.suggested == 64
     assert "model.max_seq_len" in warning.reason
@@ -231,7 +229,7 @@ def test_a_longer_sequence_than_the_model_takes_says_what_has_to_grow() -> None:
 # ---------------------------------------------------------------- the model
 
 
-def test_a_width_that_many_layers_share_is_said_once() -> None:
+def test_a_width_that_many_layers_share_gives_one_warning() -> None:
     model = ReferenceTransformer(vocab_size=64, block_size=64, n_layer=6, n_head=2, d_model=20, d_ff=60)
     report = validate(config(), model)
     assert [(warning.field, warning.value, warning.suggested) for warning in report.warnings] == [
@@ -240,7 +238,7 @@ def test_a_width_that_many_layers_share_is_said_once() -> None:
     assert "transformer.h.0.attn.q_proj.in_features" in report.warnings[0].reason
 
 
-def test_each_width_of_a_model_is_said() -> None:
+def test_each_width_of_a_model_gives_a_warning() -> None:
     model = nn.Sequential(nn.Conv1d(16, 20, 3), nn.ConvTranspose2d(20, 24, 3), nn.Linear(24, 30), nn.Embedding(9, 31))
     report = validate(config(), model)
     assert {(warning.field, warning.value) for warning in report.warnings} == {
@@ -251,7 +249,7 @@ def test_each_width_of_a_model_is_said() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_vocabulary_does_not_leak_into_the_models_widths(tied: bool) -> None:
+def test_the_vocabulary_is_not_taken_for_a_width_of_the_model(tied: bool) -> None:
     model = ReferenceTransformer(
         vocab_size=50257, block_size=64, n_layer=1, n_head=2, d_model=16, d_ff=48, tie_weights=tied
     )
@@ -262,7 +260,7 @@ def test_the_vocabulary_does_not_leak_into_the_models_widths(tied: bool) -> None
 
 
 class Named(nn.Module):
-    """A model that says its dimensions itself, beside a layer that it would be judged by otherwise."""
+    """A model that names its dimensions itself, and has a layer that would be checked otherwise."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -275,7 +273,7 @@ class Named(nn.Module):
         return self._answer
 
 
-def test_a_model_may_name_its_own_dimensions() -> None:
+def test_a_model_can_name_its_own_dimensions() -> None:
     model = Named({"head_size": 20, "d_model": 64, "vocab_size": 101})
     report = validate(config(), model)
     assert [(warning.code, warning.field, warning.value) for warning in report.warnings] == [
@@ -305,7 +303,7 @@ def test_an_attribute_that_cannot_be_called_is_a_failing_hook() -> None:
     assert codes(validate(config(), model)) == ["model_metadata"]
 
 
-def test_a_hook_that_cannot_even_be_looked_up_is_a_failing_one() -> None:
+def test_a_hook_whose_lookup_fails_is_a_failing_hook() -> None:
     class Broken(nn.Linear):
         @property
         def speedtronic_shape_metadata(self) -> Any:
@@ -316,13 +314,13 @@ def test_a_hook_that_cannot_even_be_looked_up_is_a_failing_one() -> None:
     assert "not built yet" in report.warnings[0].reason
 
 
-def test_sizes_of_a_hook_may_be_numpys() -> None:
+def test_a_hook_may_return_numpy_integers() -> None:
     report = validate(config(), Named({"d_model": np.int64(20)}))
     assert [(warning.field, warning.value) for warning in report.warnings] == [("d_model", 20)]
     assert json.loads(json.dumps(report.as_dict()))["warnings"][0]["value"] == 20
 
 
-def test_a_block_size_that_was_taken_out_is_the_models_length() -> None:
+def test_a_missing_block_size_is_the_models_length() -> None:
     settings = config(model={"max_seq_len": 60})
     settings.data.block_size = None
     assert [(w.code, w.value) for w in validate(settings).warnings] == [("sequence_alignment", 60)]
@@ -371,7 +369,7 @@ def test_a_terminal_shows_each_warning_once() -> None:
 
 
 @pytest.mark.parametrize("section", [{}, {"enabled": False}])
-def test_a_quiet_device_has_a_profile_and_a_disabled_validation_has_no_event(section: dict[str, Any]) -> None:
+def test_an_unchecked_device_gets_a_profile_and_a_disabled_validation_sends_no_event(section: dict[str, Any]) -> None:
     events = Events()
     settings = config(**MISALIGNED, shape_validation=section)
     validate(settings, device="cpu", mode="fp32", logger=MetricLogger(stream=Silence(), hooks=[events]))

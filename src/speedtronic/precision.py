@@ -49,7 +49,7 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
         device = torch.device(requested)
     except RuntimeError as error:
         raise DeviceError(f"unknown device {requested!r}; use auto, cpu, cuda, cuda:<index> or mps") from error
-    if not _exists(device):
+    if not _is_available(device):
         choices = ", ".join(_available_devices())
         raise DeviceError(f"device {str(device)!r} is not available on this machine; available: {choices}")
     return device
@@ -119,7 +119,7 @@ def _available_devices() -> list[str]:
     return [*found, "cpu"]
 
 
-def _exists(device: torch.device) -> bool:
+def _is_available(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
     if device.type == "mps":

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from speedtronic.config import ModelConfig
 
 ModelFactory = Callable[..., nn.Module]
-"""Called as `factory(model_config, **model_config.extra)`, or as `factory(model_config)` where it takes nothing else
-and so reads `extra` itself. A class of modules is a factory too."""
+"""Called as `factory(model_config, **model_config.extra)`, or as `factory(model_config)` if it has one parameter
+and so reads `extra` itself. A subclass of `nn.Module` is a factory too."""
 
 FactoryT = TypeVar("FactoryT", bound=ModelFactory | str)
 
@@ -54,7 +54,15 @@ class ModelRegistry:
         """
 
         def add(added: FactoryT) -> FactoryT:
-            self._add(name, added, replace)
+            if not callable(added) and not isinstance(added, str):
+                raise TypeError(f"the factory of model {name!r} must be callable, not {type(added).__name__}")
+            present = self._factories.get(name, added)
+            if not replace and not _same(present, added):
+                raise ConfigError(
+                    f"model name {name!r} is already registered, as {_describe(present)}; "
+                    "choose another name, or register with replace=True"
+                )
+            self._factories[name] = added
             return added
 
         return add if factory is None else add(factory)
@@ -71,41 +79,23 @@ class ModelRegistry:
 
         Raises:
             ConfigError: the name is unknown, its factory cannot be imported or does not take `model.extra`,
-                or it returned no `nn.Module`. What a factory itself raises passes through.
+                or it did not return an `nn.Module`. What a factory itself raises passes through.
         """
-        factory = self._factory(config.name)
-        extra = _extra_arguments(config, factory)
-        model: object = factory(config, **extra)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model.name: the factory of {config.name!r} returned {type(model).__name__}, no nn.Module"
-            )
-        return model
-
-    def _add(self, name: str, factory: ModelFactory | str, replace: bool) -> None:
-        if not callable(factory) and not isinstance(factory, str):
-            raise TypeError(f"the factory of model {name!r} must be callable, not {type(factory).__name__}")
-        present = self._factories.get(name, factory)
-        if not replace and not _same(present, factory):
-            raise ConfigError(
-                f"model name {name!r} is already registered, as {_describe(present)}; "
-                "choose another name, or register with replace=True"
-            )
-        self._factories[name] = factory
-
-    def _factory(self, name: str) -> ModelFactory:
+        name = config.name
         if name not in self._factories:
-            raise ConfigError(self._unknown(name))
+            near = difflib.get_close_matches(name, self._factories, n=1)
+            suggestion = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(
+                f"model.name: no model is registered as {name!r}{suggestion} Known: {', '.join(self.names())}. "
+                "To register your own model, list its module under `plugins:`"
+            )
         factory = self._factories[name]
-        return _load(name, factory) if isinstance(factory, str) else factory
-
-    def _unknown(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self._factories, n=1)
-        suggestion = f"; did you mean {near[0]!r}?" if near else "."
-        return (
-            f"model.name: no model is registered as {name!r}{suggestion} Known: {', '.join(self.names())}. "
-            "A model of your own is registered by importing its module: list that under `plugins:`"
-        )
+        if isinstance(factory, str):
+            factory = _load(name, factory)
+        model: object = factory(config, **_extra_arguments(config, factory))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model.name: the factory of {name!r} returned {type(model).__name__}, not an nn.Module")
+        return model
 
 
 def _extra_arguments(config: ModelConfig, factory: ModelFactory) -> dict[str, Any]:
@@ -137,6 +127,8 @@ def _load(name: str, reference: str) -> ModelFactory:
 def _same(first: ModelFactory | str, second: ModelFactory | str) -> bool:
     if first is second or first == second:
         return True
+    # A reloaded module defines its functions again under the same names. A lambda or a local has `<` in its name,
+    # which does not identify it.
     return _describe(first) == _describe(second) and "<" not in _describe(first)
 
 

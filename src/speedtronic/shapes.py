@@ -136,16 +136,17 @@ def resolve_shape_profile(
     kind = torch.device(device).type
     mode = precision.mode if isinstance(precision, PrecisionPlan) else precision
     if requested_alignment == "auto":
-        half = kind == "cuda" and mode in ("bf16", "fp16")
-        return ShapeProfile(kind, mode, TENSOR_CORE_ALIGNMENT if half else None, "auto")
+        tensor_cores = kind == "cuda" and mode in ("bf16", "fp16")
+        alignment = TENSOR_CORE_ALIGNMENT if tensor_cores else None
+        return ShapeProfile(device_type=kind, precision=mode, alignment=alignment, source="auto")
     if requested_alignment is None or requested_alignment == "none":
-        return ShapeProfile(kind, mode, None, "explicit")
+        return ShapeProfile(device_type=kind, precision=mode, alignment=None, source="explicit")
     if not _is_size(requested_alignment):
         raise ConfigError(
             "shape_validation.alignment: must be 'auto', 'none' or a whole number of at least 1, "
             f"not {requested_alignment!r}"
         )
-    return ShapeProfile(kind, mode, int(requested_alignment), "explicit")
+    return ShapeProfile(device_type=kind, precision=mode, alignment=int(requested_alignment), source="explicit")
 
 
 def validate_startup_shapes(

@@ -30,7 +30,7 @@ def assert_equal(left: Tensors, right: Tensors) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 class TestEveryCodec:
-    def test_what_is_sent_has_the_expected_forms(self, name: str) -> None:
+    def test_encoded_tensors_have_the_expected_types(self, name: str) -> None:
         codec = make_codec(name)
 
         sent = codec.encode(random_delta(0), None).tensors
@@ -38,7 +38,7 @@ class TestEveryCodec:
         assert {n: TensorType(t.dtype, tuple(t.shape)) for n, t in sent.items()} == codec.expected(SCHEMA)
         assert codec.name == name
 
-    def test_the_receiver_decodes_what_the_sender_thinks(self, name: str) -> None:
+    def test_the_receiver_decodes_what_the_sender_keeps_as_decoded(self, name: str) -> None:
         codec = make_codec(name)
         encoded = codec.encode(random_delta(0), None)
 
@@ -47,7 +47,7 @@ class TestEveryCodec:
         assert_equal(dict(codec.decode(received, SCHEMA)), encoded.decoded)
         assert set(encoded.decoded) == set(TRAINED)
 
-    def test_what_is_decoded_and_what_is_lost_are_the_whole(self, name: str) -> None:
+    def test_decoded_plus_residual_is_the_pseudo_gradient(self, name: str) -> None:
         codec = make_codec(name)
         delta, residual = random_delta(0), random_delta(1, scale=1e-3)
 
@@ -82,7 +82,7 @@ def test_bf16_rounds_to_the_nearest() -> None:
     assert encoded.decoded["a"][:2].tolist() == [1.0, 1.0 + 2**-7]
 
 
-def test_with_bf16_what_is_too_small_to_be_sent_is_sent_in_time() -> None:
+def test_with_bf16_small_values_are_sent_sooner_or_later() -> None:
     codec = make_codec("bf16")
     received = torch.zeros(1, dtype=torch.float64)
     residual: Tensors | None = None
@@ -95,7 +95,7 @@ def test_with_bf16_what_is_too_small_to_be_sent_is_sent_in_time() -> None:
     assert abs(received.item() + residual["a"].item() - (1.0 + 199e-5)) < 1e-5
 
 
-def test_fp32_sends_the_rest_of_another_codec_once() -> None:
+def test_fp32_sends_the_residual_of_another_codec_once() -> None:
     rest = make_codec("bf16").encode(random_delta(0), None).residual
 
     encoded = make_codec("fp32").encode(random_delta(1), rest)

@@ -1,4 +1,4 @@
-"""The coordinator: its life, what the training thread waits for, and what becomes of each kind of trouble."""
+"""The coordinator: its sessions, what the training thread waits for, and what becomes of each kind of trouble."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Recording(MemoryStore):
 
     def put_if_absent(self, name: str, data: Any, *, timeout: float = REQUEST_TIMEOUT) -> bool:
         if name.startswith(DELTAS):
-            assert self.seen.setdefault(name, bytes(data)) == bytes(data), f"{name} was made anew"
+            assert self.seen.setdefault(name, bytes(data)) == bytes(data), f"{name} was made again"
         return super().put_if_absent(name, data, timeout=timeout)
 
 
@@ -187,7 +187,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 # ---------------------------------------------------------------- what the trainer needs
 
 
-def test_the_coordinator_is_all_that_the_trainer_looks_for(world: World) -> None:
+def test_the_coordinator_has_every_method_that_the_trainer_uses(world: World) -> None:
     assert isinstance(world.node().coordinator, FullCoordinator)
 
 
@@ -202,9 +202,7 @@ def test_another_model_is_refused_and_a_compiled_one_is_the_same(world: World) -
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_in_a_trainer_of_ones_own_the_optimizer_keeps_its_state_unless_it_is_told_otherwise(
-    world: World, reset: bool
-) -> None:
+def test_in_a_hand_made_trainer_the_optimizer_keeps_its_state_unless_configured(world: World, reset: bool) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     options: dict[str, Any] = {"async_delta_upload": False, "async_global_poll": False}
@@ -236,7 +234,7 @@ def test_a_step_before_the_start_is_an_error(world: World) -> None:
         run.coordinator.refresh()
 
 
-def test_an_exchange_answers_true_and_any_other_step_false(world: World) -> None:
+def test_only_a_step_with_an_exchange_answers_true(world: World) -> None:
     master = master_of(world.memory)
     master.sync_once()
     run = world.node().start()
@@ -266,7 +264,7 @@ def test_a_nodes_steps_reach_the_version_and_come_back_as_they_are(world: World)
     assert (coordinator.local_step, coordinator.last_global_step, coordinator.outer_step) == (3, 3, 1)
 
 
-def test_a_late_node_begins_with_the_newest_weights(world: World) -> None:
+def test_a_late_node_starts_with_the_newest_weights(world: World) -> None:
     master = master_of(world.memory)
     master.sync_once()
     first = world.node().start()
@@ -279,7 +277,7 @@ def test_a_late_node_begins_with_the_newest_weights(world: World) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_model_of_half_precision_sends_and_takes_float32(world: World, dtype: torch.dtype) -> None:
+def test_a_half_precision_model_sends_and_receives_float32(world: World, dtype: torch.dtype) -> None:
     master = master_of(world.memory)
     master.sync_once()
     run = world.node(Odometer().to(dtype)).start()
@@ -302,7 +300,7 @@ def test_what_is_not_trained_comes_from_the_version(world: World) -> None:
     assert model.frozen.tolist() == [7.0, 7.0]
 
 
-def test_without_lanes_all_is_done_at_the_boundary(world: World) -> None:
+def test_without_threads_everything_is_done_at_the_boundary(world: World) -> None:
     master = master_of(world.memory)
     master.sync_once()
     run = world.node(async_delta_upload=False, async_global_poll=False).start()
@@ -361,12 +359,12 @@ def test_a_master_trains_and_aggregates(world: World) -> None:
     run.log.wait_for_event("outer_step")
     run.train(1)
     run.coordinator.stop()
-    assert run.log.of("outer_step")[-1]["version"] == 2, "the rest that was handed over at the end is in, too"
+    assert run.log.of("outer_step")[-1]["version"] == 2, "the rest that was sent at the end is in, too"
     assert master_of(world.memory).sync_once() == 0
     assert world.memory.list_after(DELTAS).entries == ()
 
 
-def test_the_masters_node_takes_up_a_version_as_soon_as_it_is_made(world: World) -> None:
+def test_the_masters_node_installs_a_version_as_soon_as_it_is_made(world: World) -> None:
     run = world.node(role="master", quorum=1, expected_nodes=1).start()
     run.train(2)
     run.log.wait_for_event("outer_step")
@@ -407,7 +405,7 @@ def test_no_boundary_waits_for_an_upload_that_hangs(world: World) -> None:
     assert world.steps_in_deltas() == 8, "the second delta holds what the skipped ones would have"
 
 
-def test_a_stop_waits_no_longer_than_it_may_and_the_rest_is_sent_at_the_next_start(world: World) -> None:
+def test_a_stop_keeps_its_timeout_and_the_rest_is_sent_at_the_next_start(world: World) -> None:
     master = master_of(world.memory)
     master.sync_once()
     closed = Closed(world.memory)
@@ -453,7 +451,7 @@ def test_the_last_part_is_sent_however_many_deltas_wait_for_a_master(world: Worl
     assert master.snapshot()["weight"].tolist() == [MAX_PENDING + 3.0] * 2
 
 
-def test_a_life_that_hangs_says_and_writes_nothing_after_its_end(world: World) -> None:
+def test_a_hanging_session_logs_and_writes_nothing_after_its_end(world: World) -> None:
     master_of(world.memory).sync_once()
     closed = Closed(world.memory)
     closed.opened.set()
@@ -462,13 +460,13 @@ def test_a_life_that_hangs_says_and_writes_nothing_after_its_end(world: World) -
     closed.asked.clear()
     run.train(2)
     assert closed.asked.wait(SOON)
-    lanes = [thread for thread in threading.enumerate() if thread.name.startswith("diloco")]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("diloco")]
     run.coordinator.stop()
     told = len(run.log.events), len(run.log.words)
     kept = {path: path.read_bytes() for path in world.folder.rglob("spool*")}
     closed.opened.set()
-    for lane in lanes:
-        lane.join(SOON)
+    for thread in threads:
+        thread.join(SOON)
     assert (len(run.log.events), len(run.log.words)) == told
     assert kept == {path: path.read_bytes() for path in world.folder.rglob("spool*")} != {}
 
@@ -476,7 +474,7 @@ def test_a_life_that_hangs_says_and_writes_nothing_after_its_end(world: World) -
 # ---------------------------------------------------------------- state
 
 
-def test_a_prepared_state_is_taken_up_before_anything_remote_is_read(world: World) -> None:
+def test_a_prepared_state_is_restored_before_anything_remote_is_read(world: World) -> None:
     master_of(world.memory).sync_once()
     first = world.node(Odometer(3), inner_steps=9, store=MemoryStore("other"), state_dir="other").start()
     first.train(1)
@@ -490,7 +488,7 @@ def test_a_prepared_state_is_taken_up_before_anything_remote_is_read(world: Worl
     assert not counting.requests
 
 
-def test_a_state_goes_on_with_what_was_pending(world: World) -> None:
+def test_a_restored_state_continues_with_its_pending_deltas(world: World) -> None:
     master = master_of(world.memory)
     master.sync_once()
     run = world.node().start()
@@ -533,7 +531,7 @@ def test_the_state_is_not_copied(world: World) -> None:
     assert torch.equal(one["base"]["weight"], kept)
 
 
-def test_the_state_tells_of_an_upload_that_is_on_its_way(world: World) -> None:
+def test_the_state_says_up_to_which_step_an_upload_is_pending(world: World) -> None:
     assert world.node().coordinator.state_dict() is None
     master_of(world.memory).sync_once()
     closed = Closed(world.memory)
@@ -575,14 +573,14 @@ def test_a_worker_long_before_its_master_trains_on_and_joins_when_it_comes(world
     master = master_of(world.memory)
     master.sync_once()
     assert run.coordinator.refresh()
-    assert run.weight == [9.0, 9.0], "it began as version 0, so nothing is dropped"
+    assert run.weight == [9.0, 9.0], "it started as version 0, so nothing is dropped"
     run.train(1)
     run.log.wait_for_event("delta_uploaded")
     master.sync_once()
     assert master.snapshot()["weight"].tolist() == [10.0, 10.0]
 
 
-def test_a_master_that_is_gone_for_good_is_waited_for_without_end(world: World) -> None:
+def test_nodes_wait_for_a_lost_master_without_end(world: World) -> None:
     master_of(world.memory).sync_once()
     run = world.node().start()
     for number in range(1, MAX_PENDING + 1):
@@ -617,7 +615,7 @@ def test_a_store_that_is_down_for_ten_minutes_costs_nothing(world: World) -> Non
     assert world.steps_in_deltas() == 6
 
 
-def test_trouble_with_the_store_is_said_when_it_begins_and_when_it_ends(world: World) -> None:
+def test_trouble_with_the_store_is_logged_when_it_starts_and_when_it_ends(world: World) -> None:
     master_of(world.memory).sync_once()
     failures = 0
 
@@ -662,7 +660,9 @@ def test_a_store_that_refuses_later_is_an_error_in_the_log_and_training_goes_on(
     assert world.steps_in_deltas() == 4
 
 
-def test_a_full_disk_is_said_and_the_next_delta_holds_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_and_the_next_delta_is_cumulative(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     master = master_of(world.memory)
     master.sync_once()
     run = world.node().start()
@@ -703,7 +703,7 @@ def test_two_nodes_of_one_name_on_two_machines_are_warned(world: World) -> None:
     first.log.wait_for_event("delta_uploaded")
 
 
-def test_a_model_that_differs_trains_alone_and_says_so(world: World) -> None:
+def test_a_node_with_another_model_trains_alone_and_logs_it(world: World) -> None:
     master_of(world.memory).sync_once()
     run = world.node(Odometer(size=5)).start()
     assert run.train(6) == [False] * 6
@@ -711,7 +711,7 @@ def test_a_model_that_differs_trains_alone_and_says_so(world: World) -> None:
     assert run.weight == [6.0] * 5
 
 
-def test_a_master_whose_model_differs_trains_alone_and_says_so(world: World) -> None:
+def test_a_master_with_another_model_trains_alone_and_logs_it(world: World) -> None:
     master_of(world.memory).sync_once()
     run = world.node(Odometer(size=5), role="master").start()
     assert run.train(6) == [False] * 6
@@ -719,7 +719,7 @@ def test_a_master_whose_model_differs_trains_alone_and_says_so(world: World) -> 
     assert run.weight == [6.0] * 5
 
 
-def test_an_error_that_nobody_foresaw_is_shown_with_its_place(world: World) -> None:
+def test_an_unexpected_error_is_logged_with_its_traceback(world: World) -> None:
     master_of(world.memory).sync_once()
     broken = False
 
@@ -733,12 +733,12 @@ def test_an_error_that_nobody_foresaw_is_shown_with_its_place(world: World) -> N
     run.log.wait_for_word("works again", "INFO")
 
 
-def test_the_end_of_a_run_without_lanes_waits_for_the_store_no_longer_than_it_may(world: World) -> None:
+def test_the_end_of_a_run_without_threads_keeps_its_timeout(world: World) -> None:
     master_of(world.memory).sync_once()
     closed = Closed(world.memory)
     closed.opened.set()
-    lanes = {"async_delta_upload": False, "async_global_poll": False, "delta_upload_shutdown_timeout": 0.0}
-    run = world.node(store=closed, inner_steps=100, **lanes).start()
+    threads = {"async_delta_upload": False, "async_global_poll": False, "delta_upload_shutdown_timeout": 0.0}
+    run = world.node(store=closed, inner_steps=100, **threads).start()
     run.train(3)
     closed.opened.clear()
     run.coordinator.stop()  # returns, or the test hangs
@@ -749,7 +749,7 @@ def test_the_end_of_a_run_without_lanes_waits_for_the_store_no_longer_than_it_ma
     assert world.steps_in_deltas() == 103
 
 
-def test_a_state_that_comes_after_the_start_starts_anew_with_it(world: World) -> None:
+def test_a_state_loaded_after_the_start_restarts_the_coordinator(world: World) -> None:
     master_of(world.memory).sync_once()
     first = world.node(inner_steps=100).start()
     first.train(3)

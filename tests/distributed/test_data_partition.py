@@ -46,7 +46,7 @@ def test_a_place_is_remembered_and_kept_when_the_disk_forgets_it(tmp_path: Path)
     assert counting.requests["put"] == 0
 
 
-def test_a_damaged_note_of_the_place_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_damaged_place_file_is_asked_for_again(tmp_path: Path) -> None:
     store = MemoryStore()
     config = settings(tmp_path, "ann", expected_nodes=2)
     data_partition_of(config, store, seed=1)
@@ -77,7 +77,7 @@ def test_a_store_that_does_not_answer_is_an_error_for_a_node_that_must_ask(tmp_p
         data_partition_of(settings(tmp_path, "ann", expected_nodes=2), store, seed=1)
 
 
-def test_a_name_that_another_node_here_uses_is_refused(tmp_path: Path) -> None:
+def test_a_node_name_in_use_on_this_machine_is_refused(tmp_path: Path) -> None:
     store = MemoryStore()
     with NodeLock(node_folder(tmp_path / "ann", store.url, "ann")), pytest.raises(RunLockedError, match="node 'ann'"):
         data_partition_of(settings(tmp_path, "ann", expected_nodes=2), store, seed=1)
@@ -119,12 +119,12 @@ def test_nodes_that_claim_at_once_get_different_places(order: tuple[str, ...]) -
     assert sorted(places.values()) == [0, 1]
 
 
-def test_a_place_that_cannot_be_read_belongs_to_somebody_else() -> None:
+def test_an_unreadable_place_belongs_to_another_node() -> None:
     store = MemoryStore()
     store.put_if_absent("place/0000.json", b"?")
     assert perform(claim_place("a"), store) == 1
 
 
-def test_a_place_is_asked_for_before_it_is_claimed() -> None:
+def test_a_place_is_read_before_it_is_claimed() -> None:
     procedure = claim_place("a")
     assert not isinstance(next(procedure), Put)

@@ -96,7 +96,7 @@ class TestAdmission:
         assert delta.buffers.keys() == AVERAGES.keys()
         assert all(torch.equal(delta.buffers[key], tensor) for key, tensor in AVERAGES.items())
 
-    def test_two_who_pack_the_same_delta_have_the_same_bytes(self) -> None:
+    def test_packing_the_same_delta_twice_gives_the_same_bytes(self) -> None:
         assert delta_bytes(everything(), dict(reversed(some_delta().items()))) == GOOD
 
     def test_the_header_is_read_from_the_beginning_of_the_object(self) -> None:
@@ -160,7 +160,7 @@ class TestRefusal:
             (lambda t: t.update({"\n\x1b[2Jx" * 500: torch.zeros(3)}), "does not belong there"),
         ],
     )
-    def test_tensors_that_are_not_the_models_are_refused_for_good(
+    def test_tensors_of_another_model_are_refused_for_good(
         self, change: Callable[[Tensors], None], reason: str
     ) -> None:
         refusal = refused(with_tensors(change))
@@ -206,7 +206,7 @@ class TestRefusal:
             ({"\u2028" * 300: 1}, "header of the delta"),
         ],
     )
-    def test_a_header_that_is_not_this_deltas_is_refused_for_good(self, changes: dict[str, Any], reason: str) -> None:
+    def test_a_header_of_another_delta_is_refused_for_good(self, changes: dict[str, Any], reason: str) -> None:
         refusal = refused(with_header(**changes))
 
         assert reason in refusal.reason
@@ -217,7 +217,7 @@ class TestRefusal:
             refusal = refused(GOOD, id=replayed)
             assert refusal == Refusal("it is in/ann/s1/00000003.safetensors, under another name", damaged=False)
 
-    def test_the_same_header_written_otherwise_is_refused(self) -> None:
+    def test_a_header_that_is_not_canonical_is_refused(self) -> None:
         tensors = {**some_delta(), **buffers_of(MODEL)}
         text = header_of(SCHEMA, sha256=content_sha256(tensors)).to_json()
 
@@ -225,7 +225,7 @@ class TestRefusal:
             assert "not in the canonical form" in refused(pack_tensors(tensors, {"speedtronic_delta": other})).reason
         assert refused(pack_tensors(tensors, {"speedtronic_delta": text, "more": "x"})).reason == "it is not a delta"
 
-    def test_a_safetensors_object_of_another_kind_is_no_delta(self) -> None:
+    def test_another_safetensors_object_is_not_a_delta(self) -> None:
         assert refused(pack_tensors({**some_delta(), **AVERAGES}, {})) == Refusal("it is not a delta", damaged=False)
 
     def test_every_beginning_of_a_delta_counts_as_damaged(self) -> None:
@@ -238,10 +238,10 @@ class TestRefusal:
             data[place] ^= 0x10
             assert refused(data) == Refusal("its tensors do not match their checksum", damaged=True)
 
-    def test_what_follows_a_delta_is_refused(self) -> None:
+    def test_bytes_after_a_delta_are_refused(self) -> None:
         assert refused(GOOD + b"\x00") == Refusal("1 bytes follow its tensors", damaged=False)
 
-    def test_what_is_larger_than_any_delta_is_refused_unread(self) -> None:
+    def test_an_object_larger_than_any_delta_is_refused_unread(self) -> None:
         refusal = refused(bytes(max_delta_bytes(SCHEMA, FP32) + 1))
 
         assert "a delta of this model has less" in refusal.reason
@@ -273,7 +273,7 @@ class TestRefusal:
         assert "JSON" in refused(data).reason
 
     @pytest.mark.parametrize("data", [b"", b"\x00" * 7, b"\x00" * 4096, struct.pack("<Q", 40) + b"{" + b" " * 39])
-    def test_what_is_no_header_is_not_read(self, data: bytes) -> None:
+    def test_an_invalid_header_is_refused(self, data: bytes) -> None:
         with pytest.raises(TensorFormatError):
             read_header(data)
 
@@ -402,7 +402,7 @@ class TestDifferences:
 
         assert_equal(deltas[0], {"w": torch.tensor([1.0])})
 
-    def test_nothing_has_no_average(self) -> None:
+    def test_zero_deltas_have_no_average(self) -> None:
         with pytest.raises(ValueError, match="no delta"):
             average_deltas([])
 

@@ -18,10 +18,10 @@ FIRST, SECOND = (f"in/n/s1/0000000{number}.safetensors" for number in (1, 2))
 
 def two_deltas() -> tuple[MemoryStore, AddingMaster, list[bytes]]:
     """A store without deltas, its master, and two of one session that follow on each other."""
-    store, master, life = started()
+    store, master, process = started()
     deltas = []
     for name in (FIRST, SECOND):
-        life.hand_over(2)
+        process.train_and_send(2)
         deltas.append(store.get(name, limit=2**20) or b"")
         store.delete(name)
     return store, master, deltas
@@ -37,7 +37,7 @@ def test_a_store_without_the_node_has_nothing_of_it() -> None:
     assert look(store, master, node="another") == EarlierSessions(START, frozenset(), {"s9": 0})
 
 
-def test_deltas_on_their_way_count_one_after_the_other() -> None:
+def test_outstanding_deltas_count_one_after_the_other() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
     store.put_if_absent(SECOND, deltas[1])
@@ -48,7 +48,7 @@ def test_deltas_on_their_way_count_one_after_the_other() -> None:
 def test_marks_count_and_what_comes_after_them() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
-    master.take_in()
+    master.apply_deltas()
     assert look(store, master).covered == Position(2, 4, 20)
     store.put_if_absent(SECOND, deltas[1])
     assert look(store, master) == EarlierSessions(
@@ -60,15 +60,15 @@ def test_of_sessions_on_the_disk_only_marks_are_looked_at() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
     assert look(store, master, on_disk=("s1",)).covered == START
-    master.take_in()
+    master.apply_deltas()
     assert look(store, master, on_disk=("s1",)).covered == Position(2, 4, 20)
 
 
-def test_a_node_that_started_a_thousand_times_asks_for_its_last_lives_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_a_thousand_sessions_asks_only_for_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(earlier_sessions, "RECENT_SESSIONS", 2)
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
-    master.take_in()
+    master.apply_deltas()
     mark = master.head.marks["n/s1"]
     older = {f"n/s0{number}": mark.model_copy(update={"version": 0, "seq": 7}) for number in range(5)}
     head = master.head.model_copy(update={"marks": older | master.head.marks})
@@ -80,7 +80,7 @@ def test_a_node_that_started_a_thousand_times_asks_for_its_last_lives_only(monke
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "another's", "nothing of ours"])
-def test_what_will_not_enter_does_not_count(damage: str) -> None:
+def test_a_delta_that_cannot_enter_does_not_count(damage: str) -> None:
     store, master, deltas = two_deltas()
     whole = deltas[0]
     data = {
@@ -95,13 +95,13 @@ def test_what_will_not_enter_does_not_count(damage: str) -> None:
     assert look(store, master).covered == Position(2, 4, 20)
 
 
-def test_what_is_larger_than_a_delta_can_be_is_not_read() -> None:
+def test_an_object_larger_than_a_delta_is_not_read() -> None:
     store, master, _ = two_deltas()
     store.put_if_absent(FIRST, bytes(2**20))
     assert look(store, master).covered == START
 
 
-def test_names_that_are_no_deltas_are_passed_over() -> None:
+def test_names_that_are_not_deltas_are_ignored() -> None:
     store, master, _ = two_deltas()
     for name in ("in/n/s1/x.safetensors", "in/n/00000001.safetensors", "in/n/s1/00000000.safetensors"):
         store.put_if_absent(name, b"x")
@@ -109,11 +109,11 @@ def test_names_that_are_no_deltas_are_passed_over() -> None:
 
 
 def test_a_spool_says_which_delta_it_holds_unless_it_is_damaged() -> None:
-    _, _, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    data = life.files.contents[SPOOL]
+    _, _, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    data = process.files.contents[SPOOL]
     header = spooled_header(data)
     assert header is not None
     assert (header.id, header.position) == (DeltaId("n", "s1", 1), Position(2, 4, 20))

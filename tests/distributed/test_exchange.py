@@ -92,7 +92,7 @@ def test_each_delta_is_downloaded_once_and_an_idle_look_is_one_request_or_two(ne
 
 
 @pytest.mark.parametrize("new_store", ON_S3, indirect=True)
-def test_an_idle_look_is_as_many_requests_on_the_wire(new_store: New) -> None:
+def test_an_idle_look_makes_no_hidden_requests(new_store: New) -> None:
     store = new_store()
     assert isinstance(store, S3Store)
     _, workers, loop = together(NODES, ROUNDS, store=store)
@@ -108,7 +108,7 @@ def test_an_idle_look_is_as_many_requests_on_the_wire(new_store: New) -> None:
     assert sent == {"GET": 3}
 
 
-def test_after_many_rounds_the_store_holds_what_is_kept_and_the_manifests(new_store: New) -> None:
+def test_after_many_rounds_the_store_holds_only_kept_versions_and_manifests(new_store: New) -> None:
     store, rounds = new_store(), 4 * KEPT
     together(NODES, rounds, store=store, keep_versions=KEPT, inner=1)
     assert names(store, "in/") == []

@@ -27,13 +27,13 @@ def test_two_state_folders_make_two_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "../up", "a/b", "ä", "-x", "x" * 200])
-def test_a_file_that_holds_no_name_is_refused_with_the_remedy(tmp_path: Path, content: str) -> None:
+def test_a_file_without_a_valid_name_is_refused_with_the_remedy(tmp_path: Path, content: str) -> None:
     (tmp_path / "node_id").write_text(content, encoding="utf-8")
     with pytest.raises(RunFolderError, match="remove it, or set distributed.node_id"):
         resolve_node_id(None, tmp_path)
 
 
-def test_a_state_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_state_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(RunFolderError, match="distributed.state_dir"):
         resolve_node_id(None, tmp_path / "state")
@@ -58,7 +58,7 @@ def test_another_store_or_node_has_another_folder(tmp_path: Path) -> None:
     assert node_folder(tmp_path, "dir:///a", "m") == node_folder(tmp_path, "dir:///a", "m")
 
 
-def test_a_second_node_in_the_same_folder_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
+def test_a_second_node_in_the_same_folder_is_refused_with_the_remedy(tmp_path: Path) -> None:
     folder = tmp_path / "store" / "n"
     with NodeLock(folder), pytest.raises(RunLockedError, match=r"node 'n' .* by this process .*distributed\.node_id"):
         NodeLock(folder).__enter__()
@@ -67,7 +67,7 @@ def test_a_second_node_in_the_same_folder_is_refused_and_told_what_to_do(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-def test_so_is_one_in_another_process(tmp_path: Path) -> None:
+def test_a_second_node_in_another_process_is_refused(tmp_path: Path) -> None:
     with NodeLock(tmp_path / "n"):
         child = os.fork()  # a new process would import torch first
         if child == 0:

@@ -17,7 +17,7 @@ def test_a_ledger_comes_back_from_its_bytes() -> None:
     assert LEDGER.last("n") == DeltaId("n", "s2", 4)
 
 
-def test_one_that_only_knows_a_position_names_no_delta() -> None:
+def test_a_ledger_that_knows_only_a_position_names_no_delta() -> None:
     assert Ledger.of(DeltaId("n", "s2", 0), START, (), None).last("n") is None
 
 
@@ -31,10 +31,10 @@ def test_it_keeps_the_newest_sessions_and_always_the_last_delta_s() -> None:
     "changed",
     [{"seq": -1}, {"step": 1.5}, {"tokens": "3"}, {"origin": "x"}, {"sessions": [1]}, {"more": 1}, {"seq": None}],
 )
-def test_what_is_not_a_ledger_is_none(changed: dict[str, object]) -> None:
+def test_damaged_bytes_are_no_ledger(changed: dict[str, object]) -> None:
     assert Ledger.from_bytes(json.dumps({**json.loads(LEDGER.to_bytes()), **changed}).encode()) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00" * 64, b"[]", b"\xff", LEDGER.to_bytes()[:-1]])
-def test_bytes_that_are_not_json_of_one_are_none(data: bytes) -> None:
+def test_json_of_something_else_is_no_ledger(data: bytes) -> None:
     assert Ledger.from_bytes(data) is None

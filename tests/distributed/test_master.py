@@ -73,7 +73,7 @@ def test_a_master_that_comes_later_takes_over_what_is_there() -> None:
     assert torch.equal(later.weights["weight"], INITIAL["weight"])
 
 
-def test_a_master_says_from_where_it_goes_on() -> None:
+def test_a_master_logs_the_version_from_which_it_continues() -> None:
     store, heard = MemoryStore(), Heard()
     first = new_master(AVERAGING)
     perform(first.poll(), store)
@@ -83,7 +83,7 @@ def test_a_master_says_from_where_it_goes_on() -> None:
     assert heard.words == "continues from version 1 of the store"
 
 
-def test_a_manifest_that_nobody_could_read_is_not_created(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_too_large_to_read_is_not_created(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     monkeypatch.setattr("speedtronic.distributed.master.MANIFEST_LIMIT", 100)
     with pytest.raises(StoreContentError, match="too large"):
@@ -91,7 +91,7 @@ def test_a_manifest_that_nobody_could_read_is_not_created(monkeypatch: pytest.Mo
     assert names(store, "head/") == []
 
 
-def test_another_model_is_refused_with_what_to_do() -> None:
+def test_another_model_is_refused_with_the_remedy() -> None:
     store = MemoryStore()
     perform(new_master().poll(), store)
     other = Schema.of(torch.nn.Linear(2, 2))
@@ -102,7 +102,7 @@ def test_another_model_is_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("part", ["weights", "momentum"])
-def test_whole_objects_of_other_forms_are_named(part: str) -> None:
+def test_objects_with_other_dtypes_or_shapes_are_named(part: str) -> None:
     store = MemoryStore()
     perform(new_master(AVERAGING).poll(), store)
     send(store, "a", 1, [1.0] * 3)
@@ -115,7 +115,7 @@ def test_whole_objects_of_other_forms_are_named(part: str) -> None:
         perform(new_master(AVERAGING).poll(), store)
 
 
-def test_weights_that_are_gone_are_named_with_what_to_do() -> None:
+def test_missing_weights_are_named_with_the_remedy() -> None:
     store = MemoryStore()
     perform(new_master().poll(), store)
     store.delete(head_of(store).weights.path)
@@ -393,7 +393,7 @@ def test_a_node_whose_deltas_are_all_refused_is_not_expected() -> None:
 # --- What is refused
 
 
-def test_what_is_too_old_is_refused_and_passed() -> None:
+def test_a_stale_delta_is_refused_and_advances_the_mark() -> None:
     store, heard = MemoryStore(), Heard()
     master = new_master(MasterSettings(expected_nodes=1, max_staleness=1.5), heard=heard)
     perform(master.poll(), store)
@@ -451,7 +451,7 @@ def test_a_base_that_is_not_in_the_store_is_refused() -> None:
     assert "9" in head_of(store).rejected[0].reason
 
 
-def test_finite_values_whose_sum_would_not_be_are_refused() -> None:
+def test_finite_values_with_an_infinite_sum_are_refused() -> None:
     store, master = MemoryStore(), new_master(two_of_two())
     perform(master.poll(), store)
     send(store, "a", 1, [3e38] * 3)
@@ -461,7 +461,7 @@ def test_finite_values_whose_sum_would_not_be_are_refused() -> None:
     assert torch.equal(weight_of(store), INITIAL["weight"])
 
 
-def test_no_header_makes_a_sum_of_admitted_values_leave_float32() -> None:
+def test_no_header_makes_a_sum_of_admitted_values_overflow_float32() -> None:
     store, master = MemoryStore(), new_master(MasterSettings(expected_nodes=3, quorum=3))
     perform(master.poll(), store)
     send(store, "a", 1, [LARGEST] * 3, tokens=1, steps=2**62)
@@ -484,7 +484,7 @@ def test_a_value_where_the_global_mask_has_none_is_refused() -> None:
     assert torch.equal(weights_of(store, head_of(store))["running"], torch.tensor([-torch.inf, 10.0]))
 
 
-def test_a_version_takes_in_no_more_deltas_than_a_manifest_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_takes_at_most_as_many_deltas_as_a_manifest_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(master_module, "_MOST_IN_A_VERSION", 3)
     store, master = MemoryStore(), new_master(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=1))
     perform(master.poll(), store)
@@ -493,7 +493,7 @@ def test_a_version_takes_in_no_more_deltas_than_a_manifest_can_name(monkeypatch:
     assert [manifest.applied for manifest in history_of(store)] == [(), tuple(sent[:3]), tuple(sent[3:])]
 
 
-def test_objects_that_are_no_deltas_are_left_alone() -> None:
+def test_objects_that_are_not_deltas_are_left_alone() -> None:
     store, master = MemoryStore(), new_master()
     perform(master.poll(), store)
     store.put_if_absent("in/readme.txt", b"hello")
@@ -544,7 +544,7 @@ def test_a_torn_delta_is_given_up_when_a_later_one_is_there() -> None:
     assert ([one.name for one in head.rejected], head.applied) == ([delta.name], (later.name,))
 
 
-def test_a_torn_delta_keeps_nobody_else_waiting() -> None:
+def test_a_torn_delta_does_not_delay_other_sessions() -> None:
     store, master = MemoryStore(), new_master(MasterSettings(expected_nodes=2, quorum=1))
     perform(master.poll(), store)
     delta = DeltaId("a", "s", 1)
@@ -577,7 +577,7 @@ def test_a_delta_that_a_listing_leaves_out_is_read_by_its_name() -> None:
     assert names(store, "in/") == []
 
 
-def test_a_gap_is_given_up_as_a_whole_however_long() -> None:
+def test_a_gap_of_any_length_is_given_up_as_a_whole() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
     send(store, "a", 1, [1.0] * 3)
@@ -591,7 +591,7 @@ def test_a_gap_is_given_up_as_a_whole_however_long() -> None:
     assert names(store, "in/") == []
 
 
-def test_a_delta_that_was_taken_away_does_not_stop_its_session_for_ever() -> None:
+def test_a_removed_delta_does_not_stop_its_session_for_ever() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
     later = send(store, "a", 2, [1.0] * 3)
@@ -678,7 +678,7 @@ def requests_of_a_life() -> int:
 
 @pytest.mark.parametrize("kills", [True, False], ids=["killed", "answer lost"])
 @pytest.mark.parametrize("done", [True, False], ids=["after", "before"])
-def test_an_end_at_any_request_changes_nothing_of_the_history(done: bool, kills: bool) -> None:
+def test_a_master_killed_at_any_request_changes_nothing_of_the_history(done: bool, kills: bool) -> None:
     undisturbed = MemoryStore()
     life(lambda procedure, store: perform(procedure, store), undisturbed)
     expected = history_of(undisturbed)
@@ -697,7 +697,7 @@ def test_an_end_at_any_request_changes_nothing_of_the_history(done: bool, kills:
         assert names(store, "in/") == [], f"request {at}"
 
 
-def test_a_master_whose_update_could_not_be_published_begins_again_from_the_store() -> None:
+def test_a_master_that_could_not_publish_reads_the_store_again() -> None:
     store, master = Watched(), new_master(MasterSettings(expected_nodes=1))
     perform(master.poll(), store)
     send(store.inner, "a", 1, [1.0] * 3)
@@ -717,7 +717,7 @@ def test_a_master_whose_update_could_not_be_published_begins_again_from_the_stor
     assert len(names(store, "w/")) == 2
 
 
-def test_a_store_that_lets_nobody_delete_stops_no_rounds() -> None:
+def test_a_store_that_refuses_deletions_stops_no_rounds() -> None:
     class Undeletable(Watched):
         def delete(self, name: str, **options: Any) -> None:
             raise StoreRefusedError("403: no permission to delete")
@@ -732,7 +732,7 @@ def test_a_store_that_lets_nobody_delete_stops_no_rounds() -> None:
     assert heard.words.count("no permission to delete") == 1, "it is said once"
 
 
-def test_a_clean_up_that_fails_loses_nothing_and_is_made_up_for() -> None:
+def test_a_failed_clean_up_loses_nothing_and_is_repeated() -> None:
     store, master, heard = Watched(), None, Heard()
     master = new_master(AVERAGING, heard=heard)
     perform(master.poll(), store)
@@ -750,7 +750,7 @@ def test_a_clean_up_that_fails_loses_nothing_and_is_made_up_for() -> None:
 # --- What comes twice or late
 
 
-def test_a_processed_delta_that_comes_again_is_deleted_and_enters_no_more() -> None:
+def test_a_processed_delta_that_is_sent_again_is_deleted_and_does_not_enter() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
     for _ in range(3):
@@ -763,7 +763,7 @@ def test_a_processed_delta_that_comes_again_is_deleted_and_enters_no_more() -> N
     assert (head_of(store).version, names(store, "in/")) == (1, [])
 
 
-def test_a_listing_that_still_shows_deleted_deltas_misleads_nobody() -> None:
+def test_a_listing_that_still_shows_deleted_deltas_does_no_harm() -> None:
     class Ghosts(Watched):
         ghosts: tuple[Entry, ...] = ()
 
@@ -921,7 +921,7 @@ def test_what_another_master_may_still_name_is_not_an_orphan() -> None:
 # --- What is told
 
 
-def test_an_outer_step_is_told_with_its_numbers() -> None:
+def test_the_outer_step_event_has_its_numbers() -> None:
     store, heard = MemoryStore(), Heard()
     master = new_master(MasterSettings(expected_nodes=4, quorum=2), heard=heard)
     perform(master.poll(), store)
@@ -934,7 +934,7 @@ def test_an_outer_step_is_told_with_its_numbers() -> None:
     ]
 
 
-def test_marks_say_how_far_each_session_is() -> None:
+def test_marks_say_how_far_each_session_is_processed() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
     size = 0
@@ -947,7 +947,7 @@ def test_marks_say_how_far_each_session_is() -> None:
     assert (mark.version, mark.rounds, mark.bytes, mark.rejected, mark.reason) == (2, 2.0, size, 0, None)
 
 
-def test_another_outer_optimizer_begins_without_the_state_of_the_one_before() -> None:
+def test_another_outer_optimizer_starts_without_the_former_state() -> None:
     store, heard = MemoryStore(), Heard()
     perform(new_master(AVERAGING).poll(), store)
     send(store, "a", 1, [1.0] * 3)
@@ -960,7 +960,7 @@ def test_another_outer_optimizer_begins_without_the_state_of_the_one_before() ->
     assert torch.equal(weight_of(store), INITIAL["weight"] - 2)
 
 
-def test_a_version_whose_outer_state_is_none_is_refused_by_name() -> None:
+def test_a_version_with_an_invalid_outer_state_is_refused_by_name() -> None:
     store, settings = MemoryStore(), MasterSettings(outer="delayed_nesterov", expected_nodes=1)
     perform(new_master(settings).poll(), store)
     send(store, "a", 1, [1.0] * 3)
@@ -986,7 +986,7 @@ def test_a_version_whose_outer_state_is_none_is_refused_by_name() -> None:
         {"poll_interval": float("nan")},
     ],
 )
-def test_settings_that_make_no_rounds_are_refused(wrong: dict[str, Any]) -> None:
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         MasterSettings(**wrong)
 

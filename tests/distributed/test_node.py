@@ -20,28 +20,28 @@ from speedtronic.distributed.requests import Get, Procedure, Put
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import StoreContentError, StoreUnavailableError
-from tests.support.nodes import FULL_DISK, AddingMaster, Counter, Life, MemoryFiles, each_once, started
+from tests.support.nodes import FULL_DISK, AddingMaster, Counter, MemoryFiles, NodeProcess, each_once, started
 
 # ---------------------------------------------------------------------- handing over
 
 
 def test_a_boundary_comes_every_inner_steps() -> None:
-    _, _, life = started()
+    _, _, process = started()
     wanted = []
     for _ in range(6):
-        life.train()
-        wanted.append(life.node.wants_boundary())
+        process.train()
+        wanted.append(process.node.wants_boundary())
         if wanted[-1]:
-            life.hand_over(0)
+            process.train_and_send(0)
     assert wanted == [False, True] * 3
 
 
 def test_a_delta_says_what_it_holds_and_is_base_minus_local() -> None:
-    store, master, life = started()
-    life.hand_over(3)
+    store, master, process = started()
+    process.train_and_send(3)
     data = store.get("in/n/s1/00000001.safetensors", limit=2**20)
     assert data is not None
-    delta = open_delta(data, Schema.of(life.model), make_codec("fp32"))
+    delta = open_delta(data, Schema.of(process.model), make_codec("fp32"))
     assert [float(value) for value in delta.tensors["done"]] == [-value for value in each_once(3)]
     assert delta.buffers["average"].item() == 3
     assert delta.buffers["count"].item() == 3
@@ -52,92 +52,94 @@ def test_a_delta_says_what_it_holds_and_is_base_minus_local() -> None:
 
 
 def test_numbers_of_tokens_may_be_tensors() -> None:
-    store, _, life = started()
+    store, _, process = started()
     for step, tokens in enumerate([torch.tensor(7), 5, torch.tensor(1)], start=1):
-        life.node.count(1, tokens)
-        life.node.stepped(step)
-    life.hand_over(0)
+        process.node.count(1, tokens)
+        process.node.stepped(step)
+    process.train_and_send(0)
     data = store.get("in/n/s1/00000001.safetensors", limit=2**20)
     assert data is not None
     assert read_header(data).tokens == 13
 
 
-def test_the_base_moves_when_the_spool_is_written_not_when_it_is_uploaded() -> None:
-    _, _, life = started()
-    life.train(2)
-    life.boundary()
-    assert life.node.has_snapshot
-    life.run(life.node.spool())
-    assert not life.node.has_snapshot
-    assert life.node.unsent_steps == 0
-    assert life.node.state_dict()["base"]["done"].tolist() == life.values
-    assert life.node.has_spooled
-    assert life.payloads("delta_upload_queued") == [{"step": 2, "seq": 1, "bytes": len(life.files.contents[SPOOL])}]
+def test_the_base_moves_when_the_spool_is_written_and_not_at_the_upload() -> None:
+    _, _, process = started()
+    process.train(2)
+    process.boundary()
+    assert process.node.has_snapshot
+    process.run(process.node.spool())
+    assert not process.node.has_snapshot
+    assert process.node.unsent_steps == 0
+    assert process.node.state_dict()["base"]["done"].tolist() == process.values
+    assert process.node.has_spooled
+    assert process.payloads("delta_upload_queued") == [
+        {"step": 2, "seq": 1, "bytes": len(process.files.contents[SPOOL])}
+    ]
 
 
-def test_uploaded_bytes_are_those_of_the_spool_and_the_spool_is_free_then() -> None:
-    store, _, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    spooled = life.files.contents[SPOOL]
-    assert life.run(life.node.upload())
+def test_the_uploaded_bytes_are_those_of_the_spool_which_is_then_free() -> None:
+    store, _, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    spooled = process.files.contents[SPOOL]
+    assert process.run(process.node.upload())
     assert store.get("in/n/s1/00000001.safetensors", limit=2**20) == spooled
-    assert SPOOL not in life.files.contents
-    assert life.payloads("delta_uploaded") == [{"seq": 1, "bytes": len(spooled), "session": "s1"}]
-    assert not life.run(life.node.upload())
+    assert SPOOL not in process.files.contents
+    assert process.payloads("delta_uploaded") == [{"seq": 1, "bytes": len(spooled), "session": "s1"}]
+    assert not process.run(process.node.upload())
 
 
 def test_a_boundary_with_a_full_spool_is_skipped_and_the_next_delta_is_cumulative() -> None:
-    store, master, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    life.train(2)
-    assert life.boundary() == "full"
-    assert life.payloads("delta_upload_skipped") == [{"step": 4, "reason": "delta 1 is not uploaded yet"}]
-    life.run(life.node.upload())
-    assert life.hand_over(2) == "queued"
+    store, master, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    process.train(2)
+    assert process.boundary() == "full"
+    assert process.payloads("delta_upload_skipped") == [{"step": 4, "reason": "delta 1 is not uploaded yet"}]
+    process.run(process.node.upload())
+    assert process.train_and_send(2) == "queued"
     assert read_header(store.get("in/n/s1/00000002.safetensors", limit=2**20) or b"").steps == 4
-    master.take_in()
-    life.take_up()
-    assert life.values == each_once(6)
+    master.apply_deltas()
+    process.receive()
+    assert process.values == each_once(6)
 
 
 def test_a_boundary_while_the_snapshot_before_waits_is_skipped() -> None:
-    _, _, life = started()
-    life.train(2)
-    assert life.boundary() == "queued"
-    life.train(2)
-    assert life.boundary() == "full"
+    _, _, process = started()
+    process.train(2)
+    assert process.boundary() == "queued"
+    process.train(2)
+    assert process.boundary() == "full"
 
 
 def test_a_boundary_with_nothing_new_sends_nothing() -> None:
-    _, _, life = started()
-    life.hand_over(2)
-    assert life.boundary() == "idle"
+    _, _, process = started()
+    process.train_and_send(2)
+    assert process.boundary() == "idle"
 
 
 def test_a_full_disk_makes_the_next_delta_cumulative() -> None:
-    store, master, life = started()
-    life.files.full = True
-    life.train(2)
-    life.boundary()
-    assert not life.run(life.node.spool())
-    assert life.payloads("delta_upload_failed") == [
+    store, master, process = started()
+    process.files.full = True
+    process.train(2)
+    process.boundary()
+    assert not process.run(process.node.spool())
+    assert process.payloads("delta_upload_failed") == [
         {"step": 2, "error": f"the spool cannot be written: {FULL_DISK.strerror}"}
     ]
-    assert life.node.unsent_steps == 2
-    life.files.full = False
-    life.hand_over(2)
+    assert process.node.unsent_steps == 2
+    process.files.full = False
+    process.train_and_send(2)
     header = read_header(store.get("in/n/s1/00000001.safetensors", limit=2**20) or b"")
     assert (header.seq, header.steps, header.position.step) == (1, 4, 4)
-    master.take_in()
-    life.take_up()
-    assert life.values == each_once(4)
+    master.apply_deltas()
+    process.receive()
+    assert process.values == each_once(4)
 
 
-def test_a_write_that_failed_and_took_effect_leaves_no_spool() -> None:
+def test_a_failed_write_that_took_effect_leaves_no_spool() -> None:
     class Liar(MemoryFiles):
         def write(self, name: str, data: Any) -> None:
             super().write(name, data)
@@ -146,40 +148,40 @@ def test_a_write_that_failed_and_took_effect_leaves_no_spool() -> None:
 
     store = MemoryStore()
     AddingMaster(store)
-    life = Life(store, Liar(), "s1")
-    life.take_up()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    assert SPOOL not in life.files.contents
+    process = NodeProcess(store, Liar(), "s1")
+    process.receive()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    assert SPOOL not in process.files.contents
 
 
 def test_a_disk_that_is_full_after_the_upload_keeps_the_spool_and_uploads_no_second_time() -> None:
-    store, _, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    life.files.full = True
-    assert not life.run(life.node.upload())
-    assert life.node.has_spooled
+    store, _, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    process.files.full = True
+    assert not process.run(process.node.upload())
+    assert process.node.has_spooled
     store.delete("in/n/s1/00000001.safetensors")  # as a master does that has taken it in
-    life.files.full = False
-    assert life.run(life.node.upload())
+    process.files.full = False
+    assert process.run(process.node.upload())
     assert store.get("in/n/s1/00000001.safetensors", limit=2**20) is None
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3])
 def test_lost_acknowledgements_send_the_same_bytes_under_the_same_name(lost: int) -> None:
-    store, master, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    spooled = life.files.contents[SPOOL]
+    store, master, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    spooled = process.files.contents[SPOOL]
     sent = []
     for _ in range(lost):
-        upload = life.node.upload()
+        upload = process.node.upload()
         next(upload)
-        put = upload.send(life.files.read(SPOOL))
+        put = upload.send(process.files.read(SPOOL))
         assert isinstance(put, Put)
         sent.append((put.name, bytes(put.data)))
         store.put_if_absent(put.name, put.data)
@@ -187,34 +189,34 @@ def test_lost_acknowledgements_send_the_same_bytes_under_the_same_name(lost: int
             upload.throw(StoreUnavailableError("no answer"))
         assert end.value.value is False
     assert set(sent) == {("in/n/s1/00000001.safetensors", spooled)}
-    assert [payload["error"] for payload in life.payloads("delta_upload_failed")] == ["no answer"] * lost
-    assert life.run(life.node.upload())
-    assert master.take_in() == 1
+    assert [payload["error"] for payload in process.payloads("delta_upload_failed")] == ["no answer"] * lost
+    assert process.run(process.node.upload())
+    assert master.apply_deltas() == 1
 
 
 def test_without_a_master_boundaries_are_skipped_after_some_deltas_and_nothing_is_lost() -> None:
-    store, master, life = started()
-    taken = [life.hand_over(2) for _ in range(MAX_PENDING + 2)]
+    store, master, process = started()
+    taken = [process.train_and_send(2) for _ in range(MAX_PENDING + 2)]
     assert taken == ["queued"] * MAX_PENDING + ["full"] * 2
-    assert "wait for the master" in life.payloads("delta_upload_skipped")[0]["reason"]
-    assert len(life.node.state_dict()["pending"]) == MAX_PENDING
-    master.take_in()
-    life.take_up()
-    assert life.hand_over(2) == "queued"
-    master.take_in()
-    life.take_up()
-    assert life.values == each_once(2 * MAX_PENDING + 6)
+    assert "wait for the master" in process.payloads("delta_upload_skipped")[0]["reason"]
+    assert len(process.node.state_dict()["pending"]) == MAX_PENDING
+    master.apply_deltas()
+    process.receive()
+    assert process.train_and_send(2) == "queued"
+    master.apply_deltas()
+    process.receive()
+    assert process.values == each_once(2 * MAX_PENDING + 6)
 
 
-def test_what_bf16_loses_is_in_the_next_delta() -> None:
-    _, master, life = started(codec="bf16")
+def test_the_next_delta_holds_what_bf16_lost() -> None:
+    _, master, process = started(codec="bf16")
     with torch.no_grad():
-        life.model.done[0] = 1.0 + 2**-10  # eight bits of bf16 keep 1.0 of it
-    life.hand_over(2)
-    master.take_in()
+        process.model.done[0] = 1.0 + 2**-10  # eight bits of bf16 keep 1.0 of it
+    process.train_and_send(2)
+    master.apply_deltas()
     assert master.weights["done"][0].item() == 1.0
-    life.hand_over(2)
-    master.take_in()
+    process.train_and_send(2)
+    master.apply_deltas()
     assert master.weights["done"][0].item() == 1.0 + 2**-10
     assert master.weights["done"][1:5].tolist() == [-1.0] * 4
 
@@ -222,112 +224,112 @@ def test_what_bf16_loses_is_in_the_next_delta() -> None:
 # ---------------------------------------------------------------------- taking up
 
 
-def test_the_first_version_with_the_weights_it_began_with_keeps_what_was_learnt_before() -> None:
+def test_a_first_version_with_the_initial_weights_keeps_earlier_progress() -> None:
     store = MemoryStore()
-    life = Life(store, MemoryFiles(), "s1")
-    life.train(3)
+    process = NodeProcess(store, MemoryFiles(), "s1")
+    process.train(3)
     AddingMaster(store)
-    install = life.take_up()
+    install = process.receive()
     assert install is not None
     assert not install.adopt
-    assert life.values == each_once(3)
-    assert life.hand_over(0) == "queued"
+    assert process.values == each_once(3)
+    assert process.train_and_send(0) == "queued"
 
 
-def test_other_first_weights_are_adopted_and_it_is_said_how_many_steps_that_drops() -> None:
+def test_a_first_version_with_other_weights_is_adopted_and_dropped_steps_are_logged() -> None:
     store = MemoryStore()
-    life = Life(store, MemoryFiles(), "s1")
-    life.train(3)
+    process = NodeProcess(store, MemoryFiles(), "s1")
+    process.train(3)
     master = AddingMaster(store)
     other = master.weights
     other["done"][0] = 5.0
     master.publish(other)
-    install = life.take_up()
+    install = process.receive()
     assert install is not None
     assert install.adopt
-    assert life.values == [5.0] + [0.0] * (len(life.values) - 1)
-    assert life.words("INFO")[-1] == "version 1 is adopted; 3 local steps made before it are dropped"
-    life.hand_over(2)
+    assert process.values == [5.0] + [0.0] * (len(process.values) - 1)
+    assert process.logged("INFO")[-1] == "version 1 is adopted; 3 local steps made before it are dropped"
+    process.train_and_send(2)
     header = read_header(store.get("in/n/s1/00000001.safetensors", limit=2**20) or b"")
     assert (header.steps, header.position.step) == (2, 5)
 
 
 def test_a_version_that_comes_between_the_first_one_and_its_installation_drops_nothing() -> None:
     store = MemoryStore()
-    life = Life(store, MemoryFiles(), "s1")
-    life.train(1)
+    process = NodeProcess(store, MemoryFiles(), "s1")
+    process.train(1)
     master = AddingMaster(store)
-    life.run(life.node.poll())
-    first = life.node.installable()
+    process.run(process.node.poll())
+    first = process.node.installable()
     assert first is not None
     other = master.weights
     other["done"][0] = 5.0
     master.publish(other)
-    life.run(life.node.poll())  # before the training thread has installed what it was given
-    rebase_(life.model, first.new_base, first.base, adopt=first.adopt)
-    life.node.installed(first)
-    life.train(1)
-    second = life.install()
+    process.run(process.node.poll())  # before the training thread has installed what it was given
+    rebase_(process.model, first.new_base, first.base, adopt=first.adopt)
+    process.node.installed(first)
+    process.train(1)
+    second = process.install()
     assert second is not None
     assert not second.adopt
-    assert life.values[:3] == [5.0, -1.0, -1.0]
+    assert process.values[:3] == [5.0, -1.0, -1.0]
 
 
-def test_a_version_is_installed_once_and_told_of() -> None:
-    store, master, life = started()
-    life.hand_over()
-    master.take_in()
-    assert life.take_up() is not None
-    assert life.take_up() is None
-    assert life.payloads("global_installed") == [
+def test_a_version_is_installed_once_and_reported() -> None:
+    store, master, process = started()
+    process.train_and_send()
+    master.apply_deltas()
+    assert process.receive() is not None
+    assert process.receive() is None
+    assert process.payloads("global_installed") == [
         {"step": 0, "version": 0, "staleness": 0.0, "pending": 0},
         {"step": 2, "version": 1, "staleness": 1.0, "pending": 0},
     ]
-    assert life.node.version == 1
+    assert process.node.version == 1
 
 
 def test_buffers_come_from_the_version() -> None:
-    _, master, life = started()
-    life.train(3)
+    _, master, process = started()
+    process.train(3)
     other = master.weights
     other["average"].fill_(0.5)
     other["count"].fill_(7)
     master.publish(other)
-    life.take_up()
-    assert life.model.average.item() == 0.5
-    assert life.model.count.item() == 7
-    assert life.values == each_once(3)
+    process.receive()
+    assert process.model.average.item() == 0.5
+    assert process.model.count.item() == 7
+    assert process.values == each_once(3)
 
 
 def test_nothing_is_installed_while_a_snapshot_waits_for_its_commit() -> None:
-    _, master, life = started()
-    life.train(2)
-    life.boundary()
+    _, master, process = started()
+    process.train(2)
+    process.boundary()
     master.publish(master.weights)
-    assert life.run(life.node.poll())
-    assert life.node.installable() is None
-    life.run(life.node.spool())
-    assert life.install() is not None
-    assert life.values == each_once(2)
+    assert process.run(process.node.poll())
+    assert process.node.installable() is None
+    process.run(process.node.spool())
+    assert process.install() is not None
+    assert process.values == each_once(2)
 
 
 def test_a_commit_between_the_arrival_of_a_version_and_its_installation_is_kept_once() -> None:
-    _, master, life = started()
-    life.hand_over()
-    master.take_in()
-    life.run(life.node.poll())  # covers the first delta
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())  # the second, which the version does not know
-    life.train(1)
-    install = life.install()
+    _, master, process = started()
+    process.train_and_send()
+    master.apply_deltas()
+    process.run(process.node.poll())  # covers the first delta
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())  # the second, which the version does not know
+    process.train(1)
+    install = process.install()
     assert install is not None
-    assert life.values == each_once(5)
+    assert process.values == each_once(5)
     assert [float(value) for value in install.new_base["done"]] == each_once(4)
 
 
 def test_an_idle_look_is_one_request() -> None:
-    store, master, life = started()
+    store, master, process = started()
     requests: list[Any] = []
 
     def watched(procedure: Procedure[bool]) -> bool:
@@ -341,7 +343,7 @@ def test_an_idle_look_is_one_request() -> None:
         except StopIteration as end:
             return bool(end.value)
 
-    assert not watched(life.node.poll())
+    assert not watched(process.node.poll())
     assert len(requests) == 1
 
 
@@ -350,38 +352,38 @@ def _random_walk(seed: int) -> tuple[Tensor, list[float], Tensor]:
     generator = torch.Generator().manual_seed(seed)
     store = MemoryStore()
     master = AddingMaster(store)
-    life = Life(store, MemoryFiles(), "s1")
-    life.take_up()
-    size = len(life.values)
+    process = NodeProcess(store, MemoryFiles(), "s1")
+    process.receive()
+    size = len(process.values)
     local = torch.zeros(size, dtype=torch.float64)
     base = local.clone()
     pending: dict[int, Tensor] = {}
     seq = 0
     for _ in range(40):
-        learnt = torch.randn(size, generator=generator)
+        learned = torch.randn(size, generator=generator)
         with torch.no_grad():
-            life.model.done += learnt
-        local = local + learnt.double()
-        life.node.count(1, 1)
-        life.step += 1
-        life.node.stepped(life.step)
-        if torch.rand((), generator=generator) < 0.5 and life.hand_over(0) == "queued":
+            process.model.done += learned
+        local = local + learned.double()
+        process.node.count(1, 1)
+        process.step += 1
+        process.node.stepped(process.step)
+        if torch.rand((), generator=generator) < 0.5 and process.train_and_send(0) == "queued":
             seq += 1
             pending[seq] = base - local
             base = local.clone()
         if torch.rand((), generator=generator) < 0.3:  # the master takes some of what is there, and moves elsewhere
-            master.take_in(most=int(torch.randint(1, 4, (), generator=generator)))
-        if torch.rand((), generator=generator) < 0.3 and life.take_up() is not None:
+            master.apply_deltas(most=int(torch.randint(1, 4, (), generator=generator)))
+        if torch.rand((), generator=generator) < 0.3 and process.receive() is not None:
             mark = master.head.marks.get("n/s1")
             pending = {s: delta for s, delta in pending.items() if mark is None or s > mark.seq}
             new_base = master.weights["done"].double() - sum(pending.values(), torch.zeros(size, dtype=torch.float64))
             local = new_base + (local - base)
             base = new_base
-    return life.model.done.detach(), life.node.state_dict()["base"]["done"].tolist(), torch.stack([base, local])
+    return process.model.done.detach(), process.node.state_dict()["base"]["done"].tolist(), torch.stack([base, local])
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_installing_keeps_what_is_pending_and_what_is_not_sent(seed: int) -> None:
+def test_an_installation_keeps_pending_and_unsent_progress(seed: int) -> None:
     local, base, reference = _random_walk(seed)
     assert (torch.tensor(base).double() - reference[0]).abs().max() < 1e-4
     assert (local.double() - reference[1]).abs().max() < 1e-4
@@ -389,120 +391,120 @@ def test_installing_keeps_what_is_pending_and_what_is_not_sent(seed: int) -> Non
 
 
 def test_a_delta_that_was_refused_is_no_longer_kept() -> None:
-    _, master, life = started()
-    life.hand_over(2)
-    master.take_in(refuse=True)
-    life.train(1)
-    life.take_up()
-    assert life.payloads("delta_rejected") == [{"seq": 1, "session": "s1", "reason": "for a test"}]
-    assert life.values[:4] == [0.0, 0.0, 0.0, -1.0]
-    life.take_up()
-    assert len(life.payloads("delta_rejected")) == 1
+    _, master, process = started()
+    process.train_and_send(2)
+    master.apply_deltas(refuse=True)
+    process.train(1)
+    process.receive()
+    assert process.payloads("delta_rejected") == [{"seq": 1, "session": "s1", "reason": "for a test"}]
+    assert process.values[:4] == [0.0, 0.0, 0.0, -1.0]
+    process.receive()
+    assert len(process.payloads("delta_rejected")) == 1
 
 
-def test_a_version_whose_weights_were_pruned_is_looked_for_again() -> None:
-    store, master, life = started()
-    life.hand_over()
-    master.take_in()
+def test_a_version_with_pruned_weights_is_replaced_by_the_next() -> None:
+    store, master, process = started()
+    process.train_and_send()
+    master.apply_deltas()
     store.delete(master.head.weights.path)
-    assert life.take_up() is None
-    assert life.hand_over() == "queued"
+    assert process.receive() is None
+    assert process.train_and_send() == "queued"
     master.head = master._publish(master.head, {**snapshot(Counter())}, dict(master.head.marks))
-    install = life.take_up()
+    install = process.receive()
     assert install is not None
     assert install.manifest.version == 2
 
 
-def test_newest_weights_that_stay_missing_are_told_of_once() -> None:
-    store, master, life = started()
-    life.hand_over()
-    master.take_in()
+def test_missing_newest_weights_are_reported_once() -> None:
+    store, master, process = started()
+    process.train_and_send()
+    master.apply_deltas()
     store.delete(master.head.weights.path)
-    life.take_up()
-    assert life.words("WARNING") == [], "a newer version may be there already"
-    life.take_up()
-    life.take_up()
-    assert len(life.words("WARNING")) == 1
-    assert master.head.weights.path in life.words("WARNING")[0]
+    process.receive()
+    assert process.logged("WARNING") == [], "a newer version may be there already"
+    process.receive()
+    process.receive()
+    assert len(process.logged("WARNING")) == 1
+    assert master.head.weights.path in process.logged("WARNING")[0]
 
 
-def test_weights_that_are_not_those_of_the_model_are_refused_by_name() -> None:
-    store, master, life = started()
+def test_weights_of_another_model_are_refused_by_name() -> None:
+    store, master, process = started()
     wide = nn.Linear(3, 3)
     master.head = master._publish(master.head, snapshot(wide), {})
     with pytest.raises(StoreContentError, match=master.head.weights.path):
-        life.run(life.node.poll())
-    assert life.node.installable() is None
+        process.run(process.node.poll())
+    assert process.node.installable() is None
 
 
 # ---------------------------------------------------------------------- others
 
 
-def test_long_before_its_master_a_node_trains_and_says_so_ever_more_rarely() -> None:
+def test_a_node_without_a_master_trains_and_logs_it_less_and_less_often() -> None:
     store = MemoryStore()
-    life = Life(store, MemoryFiles(), "s1")
+    process = NodeProcess(store, MemoryFiles(), "s1")
     for _ in range(20):
-        assert not life.run(life.node.poll())
-        life.train(2)
-        assert life.boundary() == "waiting"
-    assert len(life.words("INFO")) == 5  # at the boundaries 1, 2, 4, 8 and 16
-    assert "trains alone until a version" in life.words("INFO")[0]
+        assert not process.run(process.node.poll())
+        process.train(2)
+        assert process.boundary() == "waiting"
+    assert len(process.logged("INFO")) == 5  # at the boundaries 1, 2, 4, 8 and 16
+    assert "trains alone until a version" in process.logged("INFO")[0]
     AddingMaster(store)
-    life.take_up()
-    assert life.hand_over(2) == "queued"
-    assert life.values == each_once(42)
+    process.receive()
+    assert process.train_and_send(2) == "queued"
+    assert process.values == each_once(42)
 
 
-def test_a_store_of_another_model_is_one_error_and_training_goes_on() -> None:
+def test_a_store_of_another_model_is_one_error_and_training_continues() -> None:
     store = MemoryStore()
     AddingMaster(store, nn.Linear(2, 2))
-    life = Life(store, MemoryFiles(), "s1")
+    process = NodeProcess(store, MemoryFiles(), "s1")
     for _ in range(3):
-        assert not life.run(life.node.poll())
-        life.train(2)
-        assert life.boundary() == "waiting"
-    assert len(life.words("ERROR")) == 1
-    assert "of another model" in life.words("ERROR")[0]
+        assert not process.run(process.node.poll())
+        process.train(2)
+        assert process.boundary() == "waiting"
+    assert len(process.logged("ERROR")) == 1
+    assert "of another model" in process.logged("ERROR")[0]
 
 
 def test_two_nodes_of_one_name_are_warned_of_once_by_both() -> None:
     store = MemoryStore()
     master = AddingMaster(store)
-    lives = [Life(store, MemoryFiles(), f"s{number}") for number in (1, 2)]
+    processes = [NodeProcess(store, MemoryFiles(), f"s{number}") for number in (1, 2)]
     for _ in range(3):
-        for life in lives:
-            life.take_up()
-            life.hand_over()
-        master.take_in()
-    for life in lives:
-        life.take_up()
-        assert len(life.words("WARNING")) == 1
-        assert "another machine sends deltas as node 'n'" in life.words("WARNING")[0]
+        for process in processes:
+            process.receive()
+            process.train_and_send()
+        master.apply_deltas()
+    for process in processes:
+        process.receive()
+        assert len(process.logged("WARNING")) == 1
+        assert "another machine sends deltas as node 'n'" in process.logged("WARNING")[0]
 
 
-def test_other_nodes_are_not_taken_for_ones_of_its_name() -> None:
+def test_other_nodes_are_not_taken_for_nodes_of_its_name() -> None:
     store = MemoryStore()
     master = AddingMaster(store)
-    lives = [Life(store, MemoryFiles(), f"s{number}", node=f"n{number}") for number in (1, 2)]
+    processes = [NodeProcess(store, MemoryFiles(), f"s{number}", node=f"n{number}") for number in (1, 2)]
     for _ in range(3):
-        for life in lives:
-            life.take_up()
-            life.hand_over()
-        master.take_in()
-    assert not [word for life in lives for word in life.words("WARNING")]
+        for process in processes:
+            process.receive()
+            process.train_and_send()
+        master.apply_deltas()
+    assert not [word for process in processes for word in process.logged("WARNING")]
 
 
 def test_own_earlier_sessions_are_not_taken_for_another_machine() -> None:
     store, master, first = started()
-    first.hand_over()
-    second = Life(store, first.files, "s2", first.checkpoint())
-    second.take_up()
-    second.hand_over()
-    third = Life(store, first.files, "s3", second.checkpoint())
-    third.take_up()
-    master.take_in()
-    third.take_up()
-    assert third.words("WARNING") == []
+    first.train_and_send()
+    second = NodeProcess(store, first.files, "s2", first.checkpoint())
+    second.receive()
+    second.train_and_send()
+    third = NodeProcess(store, first.files, "s3", second.checkpoint())
+    third.receive()
+    master.apply_deltas()
+    third.receive()
+    assert third.logged("WARNING") == []
     assert third.values == each_once(4)
 
 
@@ -510,13 +512,13 @@ def test_own_earlier_sessions_are_not_taken_for_another_machine() -> None:
 
 
 def test_a_checkpoint_waits_for_a_commit_in_progress() -> None:
-    _, _, life = started()
-    life.train(2)
-    life.boundary()
+    _, _, process = started()
+    process.train(2)
+    process.boundary()
     states: list[Any] = []
-    saver = threading.Thread(target=lambda: states.append(life.node.state_dict(patience=30)))
+    saver = threading.Thread(target=lambda: states.append(process.node.state_dict(patience=30)))
     saver.start()
-    life.run(life.node.spool())
+    process.run(process.node.spool())
     saver.join(30)
     assert states[0]["covered"] == {"step": 2, "samples": 4, "tokens": 20}
     assert states[0]["pending_upload"] == {"step": 2}
@@ -524,38 +526,38 @@ def test_a_checkpoint_waits_for_a_commit_in_progress() -> None:
 
 
 def test_a_commit_that_never_ends_is_left_out_of_a_checkpoint() -> None:
-    _, _, life = started()
-    life.train(2)
-    life.boundary()
-    state = life.node.state_dict(patience=0)
+    _, _, process = started()
+    process.train(2)
+    process.boundary()
+    state = process.node.state_dict(patience=0)
     assert state["covered"]["step"] == 0
     assert state["pending"] == []
     assert state["pending_upload"] == {"step": 2}
 
 
 def test_a_state_shares_no_memory_that_is_written_later() -> None:
-    _, master, life = started()
-    life.hand_over()
-    state = life.node.state_dict()
+    _, master, process = started()
+    process.train_and_send()
+    state = process.node.state_dict()
     before = {name: tensor.clone() for name, tensor in state["base"].items()}
-    life.hand_over()
-    master.take_in()
-    life.take_up()
+    process.train_and_send()
+    master.apply_deltas()
+    process.receive()
     assert all(torch.equal(tensor, before[name]) for name, tensor in state["base"].items())
 
 
 def test_a_state_comes_back_equal_from_a_checkpoint(tmp_path: Any) -> None:
-    store, master, life = started(codec="bf16")
+    store, master, process = started(codec="bf16")
     with torch.no_grad():
-        life.model.done[0] = 1.0 + 2**-10
-    life.hand_over()
-    life.train(1)
-    state = life.node.state_dict()
+        process.model.done[0] = 1.0 + 2**-10
+    process.train_and_send()
+    process.train(1)
+    state = process.node.state_dict()
     manager = CheckpointManager(tmp_path)
     manager.save(3, {"coordinator": state})
     loaded = manager.load_latest()
     assert loaded is not None
-    again = Life(store, MemoryFiles(life.files.contents), "s2", codec="bf16")
+    again = NodeProcess(store, MemoryFiles(process.files.contents), "s2", codec="bf16")
     again.run(again.node.begin(loaded["coordinator"]))
     restored = again.node.state_dict()
     assert restored.pop("session") == "s2"
@@ -573,71 +575,71 @@ def _plain(tree: Any) -> Any:
 
 def test_a_node_holds_no_model_longer_than_it_is_needed() -> None:
     """At rest it has its base, and memory for one snapshot."""
-    _, master, life = started()
-    first = weakref.ref(life.node.state_dict()["base"]["done"])
+    _, master, process = started()
+    first = weakref.ref(process.node.state_dict()["base"]["done"])
     for _ in range(3):
-        life.hand_over()
-        delta = weakref.ref(life.node.state_dict()["pending"][0]["tensors"]["done"])
-        master.take_in()
-        life.run(life.node.poll())
-        prepared = life.node.installable()
+        process.train_and_send()
+        delta = weakref.ref(process.node.state_dict()["pending"][0]["tensors"]["done"])
+        master.apply_deltas()
+        process.run(process.node.poll())
+        prepared = process.node.installable()
         assert prepared is not None
         version = [weakref.ref(prepared.new_base[name]) for name in ("average", "count")]
         del prepared
-        life.install()
+        process.install()
         assert [copy() for copy in (first, delta, *version)] == [None] * 4
 
 
 def test_snapshots_use_the_memory_of_the_base_before() -> None:
-    _, master, life = started()
+    _, master, process = started()
     places = []
     for _ in range(6):
-        life.train(2)
-        assert life.node.start_boundary() == "queued"
-        values = snapshot(life.model, life.node.spare(), names=life.node.exchanged)
+        process.train(2)
+        assert process.node.start_boundary() == "queued"
+        values = snapshot(process.model, process.node.spare(), names=process.node.exchanged)
         places.append({name: tensor.data_ptr() for name, tensor in values.items()})
-        life.node.give_snapshot(values, 1.0)
-        life.run(life.node.spool())
-        life.run(life.node.upload())
-        master.take_in()
-        life.take_up()
+        process.node.give_snapshot(values, 1.0)
+        process.run(process.node.spool())
+        process.run(process.node.upload())
+        master.apply_deltas()
+        process.receive()
     assert places[1:] == places[:-1]  # each was replaced by a version before the next
-    assert [float(value) for value in master.weights["done"]] == life.values == each_once(12)
+    assert [float(value) for value in master.weights["done"]] == process.values == each_once(12)
 
 
 def test_memory_that_a_checkpoint_was_given_is_not_used_again() -> None:
-    _, master, life = started()
-    life.hand_over()
+    _, master, process = started()
+    process.train_and_send()
     for take_up in (False, True):
-        state = life.node.state_dict()
+        state = process.node.state_dict()
         before = state["base"]["done"].clone()
         for _ in range(3):
-            assert life.hand_over() == "queued"
+            assert process.train_and_send() == "queued"
             if take_up:
-                master.take_in()
-                life.take_up()
+                master.apply_deltas()
+                process.receive()
         assert torch.equal(state["base"]["done"], before)
 
 
 def test_a_snapshot_that_could_not_be_spooled_is_memory_for_the_next() -> None:
-    _, _, life = started()
-    life.files.full = True
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    spare = life.node.spare()
+    _, _, process = started()
+    process.files.full = True
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    spare = process.node.spare()
     assert spare is not None
-    assert spare.keys() == set(life.node.exchanged)
-    assert life.node.spare() is None
+    assert spare.keys() == set(process.node.exchanged)
+    assert process.node.spare() is None
 
 
-def test_lanes_and_training_may_run_at_once() -> None:
-    """A training thread that never waits, and lanes and a master that work as they can: each step counts once."""
-    store, master, life = started()
+def test_background_threads_and_training_may_run_at_once() -> None:
+    """A training thread that never waits, and threads and a master that work as they can: each step counts once."""
+    store, master, process = started()
     finished = threading.Event()
     failures: list[BaseException] = []
 
-    def lane(*works: Any) -> None:
+    def loop(*works: Any) -> None:
         try:
             while not finished.is_set():
                 for work in works:
@@ -646,41 +648,43 @@ def test_lanes_and_training_may_run_at_once() -> None:
             failures.append(error)
 
     threads = [
-        threading.Thread(target=lane, args=(lambda: life.run(life.node.spool()), lambda: life.run(life.node.upload()))),
-        threading.Thread(target=lane, args=(lambda: life.run(life.node.poll()),)),
-        threading.Thread(target=lane, args=(master.take_in,)),
+        threading.Thread(
+            target=loop, args=(lambda: process.run(process.node.spool()), lambda: process.run(process.node.upload()))
+        ),
+        threading.Thread(target=loop, args=(lambda: process.run(process.node.poll()),)),
+        threading.Thread(target=loop, args=(master.apply_deltas,)),
     ]
     for thread in threads:
         thread.start()
     for _ in range(60):
-        life.install()
-        life.train()
-        if life.node.wants_boundary():
-            life.boundary()
+        process.install()
+        process.train()
+        if process.node.wants_boundary():
+            process.boundary()
     finished.set()
     for thread in threads:
         thread.join(30)
     assert failures == []
-    life.run(life.node.spool())
-    life.run(life.node.upload())
-    life.hand_over(0)
-    master.take_in()
-    life.take_up()
-    assert life.values == each_once(60)
+    process.run(process.node.spool())
+    process.run(process.node.upload())
+    process.train_and_send(0)
+    master.apply_deltas()
+    process.receive()
+    assert process.values == each_once(60)
     assert [float(value) for value in master.weights["done"]] == each_once(60)
 
 
 def test_a_half_precision_model_learns_the_same() -> None:
     store = MemoryStore()
     master = AddingMaster(store, Counter(torch.bfloat16))
-    life = Life(store, MemoryFiles(), "s1", model=Counter(torch.bfloat16))
+    process = NodeProcess(store, MemoryFiles(), "s1", model=Counter(torch.bfloat16))
     for _ in range(4):
-        life.take_up()
-        life.hand_over()
-        master.take_in()
-    life.take_up()
-    assert life.model.done.dtype == torch.bfloat16
-    assert life.values == each_once(8)
+        process.receive()
+        process.train_and_send()
+        master.apply_deltas()
+    process.receive()
+    assert process.model.done.dtype == torch.bfloat16
+    assert process.values == each_once(8)
 
 
 def test_frozen_parameters_come_from_the_version_and_are_not_sent() -> None:
@@ -691,8 +695,8 @@ def test_frozen_parameters_come_from_the_version_and_are_not_sent() -> None:
     other = master.weights
     other["frozen"].fill_(2.0)
     master.publish(other)
-    life = Life(store, MemoryFiles(), "s1", model=model)
-    life.take_up()
+    process = NodeProcess(store, MemoryFiles(), "s1", model=model)
+    process.receive()
     assert model.frozen.tolist() == [2.0] * 3
-    assert "frozen" not in life.node.exchanged
-    assert set(life.node.state_dict()["base"]) == {"done"}
+    assert "frozen" not in process.node.exchanged
+    assert set(process.node.state_dict()["base"]) == {"done"}

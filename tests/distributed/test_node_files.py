@@ -27,7 +27,7 @@ def test_a_file_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     assert NodeFiles(tmp_path / "a" / "b").read("spool") == b"next"
 
 
-def test_removing_what_is_not_there_is_no_error(tmp_path: Path) -> None:
+def test_removing_a_missing_file_is_no_error(tmp_path: Path) -> None:
     files = NodeFiles(tmp_path)
     files.write("spool", b"x")
     files.remove("spool")
@@ -47,13 +47,13 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["ledger"]
 
 
-def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".tmp-spool-4711").write_bytes(b"half")
     NodeFiles(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closed_files_are_not_touched_by_a_thread_that_is_late(tmp_path: Path) -> None:
+def test_a_late_thread_cannot_touch_closed_files(tmp_path: Path) -> None:
     late = NodeFiles(tmp_path)
     late.close()
     now = NodeFiles(tmp_path)

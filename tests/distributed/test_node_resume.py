@@ -14,71 +14,80 @@ from speedtronic.distributed.protocol import Position
 from speedtronic.distributed.stores.base import Listing
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import CheckpointError
-from tests.support.nodes import AddingMaster, Checkpoint, Counter, KilledError, Life, MemoryFiles, each_once, started
+from tests.support.nodes import (
+    AddingMaster,
+    Checkpoint,
+    Counter,
+    KilledError,
+    MemoryFiles,
+    NodeProcess,
+    each_once,
+    started,
+)
 
 # What a node may find on its disk: all that it left, or nothing.
-Disk = Callable[[Life], MemoryFiles]
+Disk = Callable[[NodeProcess], MemoryFiles]
 
 
-def same_disk(life: Life) -> MemoryFiles:
-    return life.files
+def same_disk(process: NodeProcess) -> MemoryFiles:
+    return process.files
 
 
-def new_disk(life: Life) -> MemoryFiles:
+def new_disk(process: NodeProcess) -> MemoryFiles:
     return MemoryFiles()
 
 
-def finish(life: Life, master: AddingMaster, last: int) -> None:
+def finish(process: NodeProcess, master: AddingMaster, last: int) -> None:
     """Train up to a step, hand everything over, and take it up again."""
-    for _ in range(4):  # what is in the spool, what the master has, what was learnt meanwhile
-        life.run(life.node.poll())
-        life.install()
-        life.run(life.node.upload())
-        master.take_in()
-    life.hand_over(max(0, last - life.step))
-    master.take_in()
-    life.take_up()
+    for _ in range(4):  # what is in the spool, what the master has, what was learned meanwhile
+        process.run(process.node.poll())
+        process.install()
+        process.run(process.node.upload())
+        master.apply_deltas()
+    process.train_and_send(max(0, last - process.step))
+    master.apply_deltas()
+    process.receive()
 
 
-def learnt(master: AddingMaster) -> list[float]:
+def learned(master: AddingMaster) -> list[float]:
     return [float(value) for value in master.weights["done"]]
 
 
 # ---------------------------------------------------------------------- the disk is not ahead of the checkpoint
 
 
-def test_a_node_goes_on_where_its_checkpoint_is() -> None:
-    store, master, life = started()
-    life.hand_over(2)
-    life.train(1)  # not sent when it ends
-    again = Life(store, life.files, "s2", life.checkpoint())
+def test_a_node_continues_from_its_checkpoint() -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    process.train(1)  # not sent when it ends
+    again = NodeProcess(store, process.files, "s2", process.checkpoint())
     assert again.step == 3
     assert again.node.unsent_steps == 1
     finish(again, master, 6)
-    assert again.values == learnt(master) == each_once(6)
+    assert again.values == learned(master) == each_once(6)
 
 
-def test_pending_deltas_of_an_earlier_life_are_kept_until_a_version_covers_them() -> None:
-    store, master, life = started()
-    life.hand_over(2)
-    again = Life(store, life.files, "s2", life.checkpoint())
+def test_pending_deltas_of_an_earlier_session_are_kept_until_a_version_covers_them() -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    again = NodeProcess(store, process.files, "s2", process.checkpoint())
     other = master.weights
     other["done"][0] = 5.0
     master.publish(other)
-    again.take_up()
+    again.receive()
     assert again.values == [5.0, *each_once(2)[1:]]
-    master.take_in()
-    again.take_up()
+    master.apply_deltas()
+    again.receive()
     assert again.values == [5.0, *each_once(2)[1:]]
 
 
 def test_a_delta_in_the_spool_is_sent_first_under_its_old_name() -> None:
-    store, master, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    spooled = life.files.contents[SPOOL]
-    again = Life(store, life.files, "s2", life.checkpoint())
+    store, master, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    spooled = process.files.contents[SPOOL]
+    again = NodeProcess(store, process.files, "s2", process.checkpoint())
     again.train(2)
     again.run(again.node.poll())
     assert again.boundary() == "full"
@@ -88,46 +97,46 @@ def test_a_delta_in_the_spool_is_sent_first_under_its_old_name() -> None:
     assert store.get("in/n/s1/00000001.safetensors", limit=2**20) is None
     assert master.head.marks["n/s1"].seq == 1
     assert master.head.marks["n/s2"].seq == 1
-    assert again.values == learnt(master) == each_once(6)
+    assert again.values == learned(master) == each_once(6)
 
 
-def test_nothing_is_handed_over_before_the_store_was_looked_at_again() -> None:
-    store, _, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    again = Life(store, life.files, "s2", life.checkpoint())
+def test_nothing_is_sent_before_the_first_look_after_a_restart() -> None:
+    store, _, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    again = NodeProcess(store, process.files, "s2", process.checkpoint())
     again.train(2)
     assert again.boundary() == "waiting"
     assert not again.run(again.node.upload())
     assert store.get("in/n/s1/00000001.safetensors", limit=2**20) is None
 
 
-def test_what_a_lossy_codec_still_owes_survives_a_restart() -> None:
-    store, master, life = started(codec="bf16")
+def test_the_residual_of_a_lossy_codec_survives_a_restart() -> None:
+    store, master, process = started(codec="bf16")
     with torch.no_grad():
-        life.model.done[0] = 1.0 + 2**-10
-    life.hand_over(2)
-    again = Life(store, life.files, "s2", life.checkpoint(), codec="bf16")
+        process.model.done[0] = 1.0 + 2**-10
+    process.train_and_send(2)
+    again = NodeProcess(store, process.files, "s2", process.checkpoint(), codec="bf16")
     finish(again, master, 4)
-    assert learnt(master) == [1.0 + 2**-10, *each_once(4)[1:]]
+    assert learned(master) == [1.0 + 2**-10, *each_once(4)[1:]]
 
 
-def test_before_the_first_version_a_restart_keeps_what_was_learnt() -> None:
+def test_a_restart_before_the_first_version_keeps_local_progress() -> None:
     store = MemoryStore()
-    life = Life(store, MemoryFiles(), "s1")
-    life.train(3)
-    again = Life(store, life.files, "s2", life.checkpoint())
+    process = NodeProcess(store, MemoryFiles(), "s1")
+    process.train(3)
+    again = NodeProcess(store, process.files, "s2", process.checkpoint())
     master = AddingMaster(store)
     finish(again, master, 5)
-    assert again.values == learnt(master) == each_once(5)
+    assert again.values == learned(master) == each_once(5)
 
 
-def test_a_restart_keeps_the_rhythm_of_boundaries() -> None:
-    store, _, life = started()
-    life.hand_over(2)
-    life.train(1)
-    again = Life(store, life.files, "s2", life.checkpoint())
+def test_a_restart_keeps_the_boundaries_where_they_were() -> None:
+    store, _, process = started()
+    process.train_and_send(2)
+    process.train(1)
+    again = NodeProcess(store, process.files, "s2", process.checkpoint())
     again.train(1)
     assert again.node.wants_boundary()
 
@@ -135,85 +144,85 @@ def test_a_restart_keeps_the_rhythm_of_boundaries() -> None:
 # ---------------------------------------------------------------------- the disk is ahead of the checkpoint
 
 
-def _older_checkpoint(uploaded: bool) -> tuple[MemoryStore, AddingMaster, Life, Checkpoint]:
+def _older_checkpoint(uploaded: bool) -> tuple[MemoryStore, AddingMaster, NodeProcess, Checkpoint]:
     """A node that has committed four steps, and a checkpoint of its third, of which two were committed."""
-    store, master, life = started()
-    life.hand_over(2)
-    life.train(1)
-    checkpoint = life.checkpoint()
-    life.train(1)
-    life.boundary()
-    life.run(life.node.spool())
+    store, master, process = started()
+    process.train_and_send(2)
+    process.train(1)
+    checkpoint = process.checkpoint()
+    process.train(1)
+    process.boundary()
+    process.run(process.node.spool())
     if uploaded:
-        life.run(life.node.upload())
-    return store, master, life, checkpoint
+        process.run(process.node.upload())
+    return store, master, process, checkpoint
 
 
 @pytest.mark.parametrize("uploaded", [True, False])
 @pytest.mark.parametrize("taken_in", [True, False])
-def test_a_node_behind_its_ledger_goes_on_after_what_was_handed_over(uploaded: bool, taken_in: bool) -> None:
-    store, master, life, checkpoint = _older_checkpoint(uploaded)
+def test_a_node_behind_its_ledger_continues_after_what_was_sent(uploaded: bool, taken_in: bool) -> None:
+    store, master, process, checkpoint = _older_checkpoint(uploaded)
     if taken_in:
-        master.take_in()
-    again = Life(store, life.files, "s2", checkpoint)
+        master.apply_deltas()
+    again = NodeProcess(store, process.files, "s2", checkpoint)
     assert again.step == 4
     assert again.node.unsent_steps == 0
-    assert "up to step 4, which its checkpoint of step 3 does not know" in again.words("INFO")[0]
+    assert "up to step 4, which its checkpoint of step 3 does not know" in again.logged("INFO")[0]
     finish(again, master, 8)
-    assert again.values == learnt(master) == each_once(8)
+    assert again.values == learned(master) == each_once(8)
 
 
 def test_a_node_behind_its_ledger_sends_nothing_before_it_has_a_version() -> None:
-    store, _, life, checkpoint = _older_checkpoint(uploaded=True)
-    again = Life(store, life.files, "s2", checkpoint)
+    store, _, process, checkpoint = _older_checkpoint(uploaded=True)
+    again = NodeProcess(store, process.files, "s2", checkpoint)
     again.train(2)
     assert again.boundary() == "waiting"
     again.run(again.node.poll())
     again.install()
-    assert again.hand_over(0) == "queued"
+    assert again.train_and_send(0) == "queued"
 
 
-def test_a_checkpoint_past_what_was_handed_over_without_it_says_how_much_is_dropped() -> None:
-    """Of a life that was without checkpoint and without store: its steps are of weights that no one else has."""
-    store, master, life = started()
-    life.hand_over(2)
-    alone = Life(store, life.files, "s2")
+def test_a_checkpoint_beyond_what_was_sent_without_it_reports_how_much_is_dropped() -> None:
+    """Of a process that was without checkpoint and without store: its steps are of weights that no one else has."""
+    store, master, process = started()
+    process.train_and_send(2)
+    alone = NodeProcess(store, process.files, "s2")
     alone.train(5)
-    again = Life(store, life.files, "s3", alone.checkpoint())
-    assert "the 3 steps after that are dropped" in again.words("WARNING")[0]
+    again = NodeProcess(store, process.files, "s3", alone.checkpoint())
+    assert "the 3 steps after that are dropped" in again.logged("WARNING")[0]
     finish(again, master, 7)
-    assert again.values == learnt(master) == [*each_once(2)[:3], 0.0, 0.0, 0.0, -1.0, -1.0, *each_once(0)[8:]]
+    assert again.values == learned(master) == [*each_once(2)[:3], 0.0, 0.0, 0.0, -1.0, -1.0, *each_once(0)[8:]]
 
 
-def test_what_a_node_behind_its_ledger_learns_before_it_has_a_version_is_kept() -> None:
-    store, master, life, checkpoint = _older_checkpoint(uploaded=True)
-    master.take_in()
-    again = Life(store, life.files, "s2", checkpoint)
+def test_progress_of_a_node_behind_its_ledger_is_kept_until_it_has_a_version() -> None:
+    store, master, process, checkpoint = _older_checkpoint(uploaded=True)
+    master.apply_deltas()
+    again = NodeProcess(store, process.files, "s2", checkpoint)
     again.train(2)
     finish(again, master, 6)
-    assert again.values == learnt(master) == each_once(6)
+    assert again.values == learned(master) == each_once(6)
 
 
-def test_without_a_checkpoint_a_node_adopts_the_version_and_goes_on_after_what_was_handed_over() -> None:
-    store, master, life = started()
-    life.hand_over(3)
-    master.take_in()
-    again = Life(store, life.files, "s2")
+def test_without_a_checkpoint_a_node_adopts_the_version_and_continues_after_what_was_sent() -> None:
+    store, master, process = started()
+    process.train_and_send(3)
+    master.apply_deltas()
+    again = NodeProcess(store, process.files, "s2")
     again.train(1)
-    install = again.take_up()
+    install = again.receive()
     assert install is not None
     assert install.adopt
     assert install.ahead == Position(3, 6, 30)
     assert again.step == 3
     finish(again, master, 5)
-    assert again.values == learnt(master) == each_once(5)
+    assert again.values == learned(master) == each_once(5)
 
 
-def test_a_decision_that_was_not_installed_is_not_forgotten_for_a_newer_version() -> None:
-    store, master, life = started()
-    life.hand_over(3)
-    master.take_in()
-    again = Life(store, life.files, "s2")
+def test_a_pending_adoption_also_holds_for_a_newer_version() -> None:
+    store, master, process = started()
+    process.train_and_send(3)
+    master.apply_deltas()
+    again = NodeProcess(store, process.files, "s2")
     again.train(1)
     again.run(again.node.poll())
     master.publish(master.weights)
@@ -233,76 +242,76 @@ def test_on_a_new_disk_the_store_says_how_far_the_node_was(taken_in: bool, with_
     """From the marks, and from deltas that are in no version yet."""
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
     if taken_in:
-        master.take_in()
-    again = Life(store, MemoryFiles(), "s2", checkpoint if with_checkpoint else None)
+        master.apply_deltas()
+    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint if with_checkpoint else None)
     again.train(1)  # on data that the store has: it must not count
     finish(again, master, 8)
     assert again.step == 8
-    assert again.values == learnt(master) == each_once(8)
+    assert again.values == learned(master) == each_once(8)
 
 
-def test_on_a_new_disk_an_earlier_life_is_not_taken_for_another_machine() -> None:
+def test_on_a_new_disk_an_earlier_session_is_not_taken_for_another_machine() -> None:
     store, master, _, _ = _older_checkpoint(uploaded=True)
-    again = Life(store, MemoryFiles(), "s2")
-    again.take_up()
-    master.take_in()
-    again.take_up()
+    again = NodeProcess(store, MemoryFiles(), "s2")
+    again.receive()
+    master.apply_deltas()
+    again.receive()
     assert master.head.marks["n/s1"].seq == 2
-    assert again.words("WARNING") == []
+    assert again.logged("WARNING") == []
 
 
-def test_on_a_new_disk_what_was_trained_past_the_store_without_it_is_dropped_with_a_word() -> None:
+def test_on_a_new_disk_steps_beyond_the_store_are_dropped_and_reported() -> None:
     """It cannot be told from what was trained on data that the store has."""
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
-    again = Life(store, MemoryFiles(), "s2", checkpoint)
+    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint)
     again.train(2)  # steps 3 (of the checkpoint) and 4 the store has, step 5 it has not
-    again.take_up()
-    assert again.words("INFO") == ["version 0 is adopted; 3 local steps made before it are dropped"]
+    again.receive()
+    assert again.logged("INFO") == ["version 0 is adopted; 3 local steps made before it are dropped"]
     finish(again, master, 8)
-    assert learnt(master) == [*each_once(4)[:5], 0.0, -1.0, -1.0, -1.0, *each_once(0)[9:]]
+    assert learned(master) == [*each_once(4)[:5], 0.0, -1.0, -1.0, -1.0, *each_once(0)[9:]]
 
 
 def test_on_a_new_disk_with_a_checkpoint_that_is_not_behind_nothing_is_dropped() -> None:
-    store, master, life = started()
-    life.hand_over(2)
-    life.train(1)
-    checkpoint = life.checkpoint()
-    again = Life(store, MemoryFiles(), "s2", checkpoint)
+    store, master, process = started()
+    process.train_and_send(2)
+    process.train(1)
+    checkpoint = process.checkpoint()
+    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint)
     again.train(1)
     finish(again, master, 6)
-    assert again.values == learnt(master) == each_once(6)
+    assert again.values == learned(master) == each_once(6)
 
 
-def test_what_was_in_the_spool_of_a_lost_disk_goes_into_the_next_delta() -> None:
-    store, master, life = started()
-    life.hand_over(2)
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    checkpoint = life.checkpoint()
-    again = Life(store, MemoryFiles(), "s2", checkpoint)
+def test_the_spooled_delta_of_a_lost_disk_goes_into_the_next_delta() -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    checkpoint = process.checkpoint()
+    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint)
     finish(again, master, 6)
-    assert again.values == learnt(master) == each_once(6)
+    assert again.values == learned(master) == each_once(6)
 
 
-def test_so_it_does_at_the_end_of_training_and_a_life_after_that_knows() -> None:
-    store, master, life = started()
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
-    checkpoint = life.checkpoint()
+def test_the_spooled_delta_of_a_lost_disk_is_sent_at_the_end_of_training_and_not_again() -> None:
+    store, master, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    checkpoint = process.checkpoint()
     files = MemoryFiles()
-    second = Life(store, files, "s2", checkpoint)
-    second.take_up()
+    second = NodeProcess(store, files, "s2", checkpoint)
+    second.receive()
     assert second.node.unsent_steps == 2
-    assert second.hand_over(0) == "queued"
-    third = Life(store, files, "s3", checkpoint)  # again, from before the loss was known
+    assert second.train_and_send(0) == "queued"
+    third = NodeProcess(store, files, "s3", checkpoint)  # again, from before the loss was known
     finish(third, master, 4)
-    assert third.values == learnt(master) == each_once(4)
+    assert third.values == learned(master) == each_once(4)
     assert third.node.state_dict()["pending"] == []
 
 
-def test_what_the_master_takes_in_while_a_node_looks_back_is_not_taken_for_lost() -> None:
+def test_deltas_processed_while_a_node_looks_back_do_not_count_as_lost() -> None:
     class Hasty(MemoryStore):
         """Its master works whenever a node lists its deltas."""
 
@@ -311,21 +320,21 @@ def test_what_the_master_takes_in_while_a_node_looks_back_is_not_taken_for_lost(
         def list_after(self, prefix: str, marker: str = "", *, timeout: float = 60.0) -> Listing:
             if prefix == "in/n/" and self.master is not None:
                 master, self.master = self.master, None
-                master.take_in()
+                master.apply_deltas()
             return super().list_after(prefix, marker)
 
     store = Hasty()
     master = AddingMaster(store)
-    life = Life(store, MemoryFiles(), "s1")
-    life.take_up()
-    older = life.checkpoint()
-    life.hand_over(2)
-    newer = life.checkpoint()
+    process = NodeProcess(store, MemoryFiles(), "s1")
+    process.receive()
+    older = process.checkpoint()
+    process.train_and_send(2)
+    newer = process.checkpoint()
     for checkpoint in (older, newer, None):
         store.master = master
-        again = Life(store, MemoryFiles(), f"s{2 + (older, newer, None).index(checkpoint)}", checkpoint)
+        again = NodeProcess(store, MemoryFiles(), f"s{2 + (older, newer, None).index(checkpoint)}", checkpoint)
         finish(again, master, again.step + 2)
-        assert again.values == learnt(master) == each_once(again.step)
+        assert again.values == learned(master) == each_once(again.step)
         assert again.node.state_dict()["pending"] == []
 
 
@@ -336,177 +345,177 @@ def test_a_listing_that_lags_hides_no_session_that_is_known_otherwise() -> None:
 
     store = Lagging()
     master = AddingMaster(store)
-    life = Life(store, MemoryFiles(), "s1")
-    life.take_up()
-    older = life.checkpoint()
-    life.hand_over(2)
-    newer = life.checkpoint()
-    assert Life(store, MemoryFiles(), "s2", newer).take_up() is None
-    again = Life(store, MemoryFiles(), "s3", older)
+    process = NodeProcess(store, MemoryFiles(), "s1")
+    process.receive()
+    older = process.checkpoint()
+    process.train_and_send(2)
+    newer = process.checkpoint()
+    assert NodeProcess(store, MemoryFiles(), "s2", newer).receive() is None
+    again = NodeProcess(store, MemoryFiles(), "s3", older)
     finish(again, master, 4)
-    assert again.values == learnt(master) == each_once(4)
+    assert again.values == learned(master) == each_once(4)
 
 
 def test_a_torn_upload_of_a_lost_disk_does_not_count() -> None:
-    store, master, life, checkpoint = _older_checkpoint(uploaded=False)
-    torn = life.files.contents[SPOOL]
+    store, master, process, checkpoint = _older_checkpoint(uploaded=False)
+    torn = process.files.contents[SPOOL]
     store.put_if_absent("in/n/s1/00000002.safetensors", torn[:-5])
-    again = Life(store, MemoryFiles(), "s2", checkpoint)
-    again.take_up()
+    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint)
+    again.receive()
     assert again.step == 3
     store.delete("in/n/s1/00000002.safetensors")  # as a master does that has given up on it
     finish(again, master, 6)
-    assert again.values == learnt(master) == each_once(6)
+    assert again.values == learned(master) == each_once(6)
 
 
 def test_a_checkpoint_between_the_decision_and_the_installation_changes_nothing() -> None:
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
     files = MemoryFiles()
-    second = Life(store, files, "s2", checkpoint)
+    second = NodeProcess(store, files, "s2", checkpoint)
     second.train(1)
     second.run(second.node.poll())
-    third = Life(store, files, "s3", second.checkpoint())
+    third = NodeProcess(store, files, "s3", second.checkpoint())
     third.train(1)
     finish(third, master, 8)
-    assert third.values == learnt(master) == each_once(8)
+    assert third.values == learned(master) == each_once(8)
 
 
 # ---------------------------------------------------------------------- killed at each effect
 
 
-def _life_of_an_update(life: Life) -> None:
-    life.run(life.node.spool())
-    life.run(life.node.upload())
-    life.run(life.node.poll())
-    life.install()
+def _life_of_an_update(process: NodeProcess) -> None:
+    process.run(process.node.spool())
+    process.run(process.node.upload())
+    process.run(process.node.poll())
+    process.install()
 
 
 @pytest.mark.parametrize("disk", [same_disk, new_disk])
 @pytest.mark.parametrize("saved_before", ["nothing", "the commit", "the boundary"])
 @pytest.mark.parametrize("effects", range(7))
-def test_killed_at_any_effect_nothing_is_lost_or_doubled(effects: int, saved_before: str, disk: Disk) -> None:
-    store, master, life = started()
-    life.hand_over(2)
-    master.take_in()
-    life.take_up()
-    checkpoint = life.checkpoint() if saved_before == "the boundary" else None
-    life.train(2)
+def test_a_kill_at_any_request_loses_and_doubles_nothing(effects: int, saved_before: str, disk: Disk) -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    master.apply_deltas()
+    process.receive()
+    checkpoint = process.checkpoint() if saved_before == "the boundary" else None
+    process.train(2)
     if saved_before == "the commit":
-        checkpoint = life.checkpoint()
-    life.boundary()
-    life.budget = effects
+        checkpoint = process.checkpoint()
+    process.boundary()
+    process.budget = effects
     try:
-        _life_of_an_update(life)
+        _life_of_an_update(process)
     except KilledError:
-        assert life.budget == 0
+        assert process.budget == 0
     else:
         assert effects == 6  # one to spool, four to upload, one to look
-    again = Life(store, disk(life), "s2", checkpoint)
+    again = NodeProcess(store, disk(process), "s2", checkpoint)
     finish(again, master, 8)
-    assert again.values == learnt(master) == each_once(8)
+    assert again.values == learned(master) == each_once(8)
 
 
 @pytest.mark.parametrize("effects", range(10))
-def test_killed_while_it_finds_out_where_it_stands_a_node_finds_out_again(effects: int) -> None:
+def test_a_node_killed_during_its_first_look_repeats_it(effects: int) -> None:
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
     files = MemoryFiles()
-    second = Life(store, files, "s2", checkpoint)
+    second = NodeProcess(store, files, "s2", checkpoint)
     second.budget = effects
     with suppress(KilledError):
-        second.take_up()
-    third = Life(store, files, "s3", checkpoint)
+        second.receive()
+    third = NodeProcess(store, files, "s3", checkpoint)
     finish(third, master, 8)
-    assert third.values == learnt(master) == each_once(8)
+    assert third.values == learned(master) == each_once(8)
 
 
 # ---------------------------------------------------------------------- states and disks that do not fit
 
 
-def test_a_store_that_was_begun_anew_is_entered_as_a_new_node() -> None:
-    _, _, life = started()
-    life.hand_over(2)
-    life.train(2)
-    life.boundary()
-    life.run(life.node.spool())
+def test_a_store_that_was_created_again_is_joined_as_a_new_node() -> None:
+    _, _, process = started()
+    process.train_and_send(2)
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
     fresh = MemoryStore()
     master = AddingMaster(fresh, nonce="another")
     other = master.weights
     other["done"][0] = 5.0
     master.publish(other)
-    again = Life(fresh, life.files, "s2", life.checkpoint())
-    install = again.take_up()
+    again = NodeProcess(fresh, process.files, "s2", process.checkpoint())
+    install = again.receive()
     assert install is not None
     assert install.adopt
-    assert "was created again" in again.words("WARNING")[0]
-    at_once = Life(fresh, MemoryFiles(again.files.contents), "s3")  # it is no stranger any more
-    at_once.take_up()
-    assert at_once.words("WARNING") == []
+    assert "was created again" in again.logged("WARNING")[0]
+    at_once = NodeProcess(fresh, MemoryFiles(again.files.contents), "s3")  # it is no stranger any more
+    at_once.receive()
+    assert at_once.logged("WARNING") == []
     assert not again.run(again.node.upload())
-    assert master.take_in() == 0
-    again.hand_over(2)
+    assert master.apply_deltas() == 0
+    again.train_and_send(2)
     assert SPOOL not in again.files.contents
-    master.take_in()
-    assert learnt(master) == [5.0, 0, 0, 0, 0, -1, -1, *each_once(0)[7:]]
+    master.apply_deltas()
+    assert learned(master) == [5.0, 0, 0, 0, 0, -1, -1, *each_once(0)[7:]]
 
 
-def test_a_store_that_was_begun_anew_moves_a_new_run_nowhere() -> None:
-    _, _, life = started()
-    life.hand_over(6)
+def test_a_store_that_was_created_again_does_not_move_a_new_run() -> None:
+    _, _, process = started()
+    process.train_and_send(6)
     fresh = MemoryStore()
     master = AddingMaster(fresh, nonce="another")
-    again = Life(fresh, life.files, "s2")
-    again.take_up()
+    again = NodeProcess(fresh, process.files, "s2")
+    again.receive()
     assert again.step == 0
     finish(again, master, 2)
-    assert learnt(master) == each_once(2)
+    assert learned(master) == each_once(2)
 
 
-def test_a_checkpoint_of_another_node_only_gives_the_weights_to_begin_with() -> None:
-    store, master, life = started()
-    life.hand_over(2)
-    life.train(1)  # unsent: its own node sends it
-    other = Life(store, MemoryFiles(), "t1", life.checkpoint(), node="m")
-    assert "is of node 'n'" in other.words("WARNING")[0]
-    life.hand_over(1)
-    master.take_in()
-    other.take_up()
-    other.train(2)  # its steps 4 and 5, of which the first node has learnt 4
-    other.hand_over(0)
-    master.take_in()
-    assert learnt(master) == [0.0, -1, -1, -1, -2, -1, *each_once(0)[6:]]
+def test_a_checkpoint_of_another_node_gives_only_its_weights() -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    process.train(1)  # unsent: its own node sends it
+    other = NodeProcess(store, MemoryFiles(), "t1", process.checkpoint(), node="m")
+    assert "is of node 'n'" in other.logged("WARNING")[0]
+    process.train_and_send(1)
+    master.apply_deltas()
+    other.receive()
+    other.train(2)  # its steps 4 and 5, of which the first node has learned 4
+    other.train_and_send(0)
+    master.apply_deltas()
+    assert learned(master) == [0.0, -1, -1, -1, -2, -1, *each_once(0)[6:]]
 
 
 def test_a_state_of_other_parameters_is_refused() -> None:
-    store, _, life = started()
-    checkpoint = life.checkpoint()
+    store, _, process = started()
+    checkpoint = process.checkpoint()
     checkpoint.state["base"]["done"] = torch.zeros(3)
     with pytest.raises(CheckpointError, match="other parameters"):
-        Life(store, life.files, "s2", checkpoint)
+        NodeProcess(store, process.files, "s2", checkpoint)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\x00" * 40, b'{"seq": 1}'])
-def test_a_damaged_ledger_is_said_and_the_store_is_asked(damage: bytes) -> None:
-    store, master, life, checkpoint = _older_checkpoint(uploaded=True)
-    life.files.contents[LEDGER] = damage
-    again = Life(store, life.files, "s2", checkpoint)
-    assert "ledger is damaged" in again.words("WARNING")[0]
+def test_a_damaged_ledger_is_reported_and_the_store_is_asked(damage: bytes) -> None:
+    store, master, process, checkpoint = _older_checkpoint(uploaded=True)
+    process.files.contents[LEDGER] = damage
+    again = NodeProcess(store, process.files, "s2", checkpoint)
+    assert "ledger is damaged" in again.logged("WARNING")[0]
     finish(again, master, 8)
-    assert again.values == learnt(master) == each_once(8)
+    assert again.values == learned(master) == each_once(8)
 
 
 @pytest.mark.parametrize("damaged", [b"", b"x" * 100, "short", "flipped"])
-def test_a_damaged_spool_is_said_and_its_work_is_trained_again(damaged: bytes | str) -> None:
-    store, master, life, checkpoint = _older_checkpoint(uploaded=False)
-    spooled = life.files.contents[SPOOL]
+def test_a_damaged_spool_is_reported_and_its_work_is_trained_again(damaged: bytes | str) -> None:
+    store, master, process, checkpoint = _older_checkpoint(uploaded=False)
+    spooled = process.files.contents[SPOOL]
     flipped = spooled[:-1] + bytes([spooled[-1] ^ 1])
     contents = {"short": spooled[:-1], "flipped": flipped}.get(str(damaged), damaged)
     assert isinstance(contents, bytes)
-    life.files.contents[SPOOL] = contents
-    again = Life(store, life.files, "s2", checkpoint)
-    assert "spool is damaged" in again.words("WARNING")[0]
-    assert SPOOL not in life.files.contents
+    process.files.contents[SPOOL] = contents
+    again = NodeProcess(store, process.files, "s2", checkpoint)
+    assert "spool is damaged" in again.logged("WARNING")[0]
+    assert SPOOL not in process.files.contents
     finish(again, master, 8)
-    assert again.values == learnt(master) == each_once(8)
+    assert again.values == learned(master) == each_once(8)
 
 
 def test_being_ahead_is_a_matter_of_steps() -> None:
@@ -519,12 +528,12 @@ def test_a_run_that_joins_later_counts_its_steps_from_there() -> None:
     store = MemoryStore()
     master = AddingMaster(store)
     model = Counter()
-    life = Life(store, MemoryFiles(), "s1", model=model)
-    life.step = 10  # the trainer went on from a checkpoint without a distributed state
-    life.take_up()
-    life.train(1)
-    assert isinstance(life.node, Node)
-    assert life.node.unsent_steps == 1
-    life.hand_over(1)
-    assert master.take_in() == 1
+    process = NodeProcess(store, MemoryFiles(), "s1", model=model)
+    process.step = 10  # the trainer went on from a checkpoint without a distributed state
+    process.receive()
+    process.train(1)
+    assert isinstance(process.node, Node)
+    assert process.node.unsent_steps == 1
+    process.train_and_send(1)
+    assert master.apply_deltas() == 1
     assert master.head.marks["n/s1"].step == 12

@@ -92,7 +92,7 @@ def test_a_state_without_schema_is_trained_where_it_has_fractions() -> None:
     assert weights["half"].tolist() == [1.0, 1.0]
 
 
-def test_the_state_that_is_given_is_not_written_into() -> None:
+def test_the_given_state_is_not_changed() -> None:
     store, state = MemoryStore(), {name: value.clone() for name, value in INITIAL.items()}
     loop = MasterOuterLoop(store, state, schema=SCHEMA, expected_nodes=1)
     loop.sync_once()
@@ -102,7 +102,7 @@ def test_the_state_that_is_given_is_not_written_into() -> None:
         assert torch.equal(value, INITIAL[name])
 
 
-def test_a_snapshot_is_of_the_last_version_and_ones_own() -> None:
+def test_a_snapshot_is_a_copy_of_the_last_version() -> None:
     store = MemoryStore()
     loop = loop_over(store)
     assert torch.equal(loop.snapshot()["weight"], INITIAL["weight"])
@@ -117,7 +117,7 @@ def test_a_snapshot_is_of_the_last_version_and_ones_own() -> None:
     assert loop.snapshot()["weight"].any()
 
 
-def test_a_snapshot_after_a_failed_publication_is_of_what_was_published() -> None:
+def test_a_snapshot_after_a_failed_publication_is_of_the_published_version() -> None:
     store = Watched()
     loop = loop_over(store)
     loop.sync_once()
@@ -213,7 +213,7 @@ class Failing(Watched):
     ("error", "level"),
     [(StoreUnavailableError("the store is down"), "WARNING"), (StoreContentError("of another model"), "ERROR")],
 )
-def test_the_thread_lives_on_after_a_failure_and_says_so(error: Exception, level: str) -> None:
+def test_the_thread_survives_a_failure_and_reports_it(error: Exception, level: str) -> None:
     store, heard = Failing(error), Heard()
     said = threading.Event()
 
@@ -233,7 +233,7 @@ def test_the_thread_lives_on_after_a_failure_and_says_so(error: Exception, level
     assert head_of(store).version == 0
 
 
-def test_words_go_to_the_log_by_default(caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_go_to_the_log_by_default(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     MasterOuterLoop(MemoryStore(), INITIAL, schema=SCHEMA).sync_once()
     assert [(record.levelname, record.message) for record in caplog.records] == [

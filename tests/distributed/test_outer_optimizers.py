@@ -203,7 +203,7 @@ def test_a_fraction_of_a_round_moves_by_the_formula() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_continues_bit_for_bit_from_what_it_remembered(name: str) -> None:
+def test_it_continues_bit_for_bit_from_its_state(name: str) -> None:
     state = values(0)
     outer = make_outer(name, state, 0.7, 0.9)
     for number in range(1, 4):
@@ -251,7 +251,7 @@ def test_an_impossible_count_of_gathered_rounds_is_refused(count: float) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
-def test_a_fraction_that_is_none_changes_nothing(name: str, fraction: float) -> None:
+def test_an_invalid_fraction_changes_nothing(name: str, fraction: float) -> None:
     state = values(0)
     outer = make_outer(name, state, 0.7, 0.9)
 

@@ -76,7 +76,7 @@ class TestBytes:
         assert_equal(found, tensors)
         assert metadata == {"format": "pt"}
 
-    def test_of_a_writable_buffer_tensors_are_views(self) -> None:
+    def test_tensors_are_views_of_a_writable_buffer(self) -> None:
         data = bytearray(pack_tensors({"a": torch.zeros(4)}, {}))
 
         found, _ = unpack_tensors(data, {"a": TensorType(torch.float32, (4,))})
@@ -84,7 +84,7 @@ class TestBytes:
 
         assert found["a"].tolist() == [0.0, 0.0, 0.0, 5.0]
 
-    def test_of_bytes_tensors_are_copies_made_when_asked_for(self) -> None:
+    def test_tensors_of_bytes_are_copies_made_on_access(self) -> None:
         data = pack_tensors({"a": torch.zeros(4)}, {})
 
         packed = PackedTensors(data, {"a": TensorType(torch.float32, (4,))})
@@ -98,14 +98,14 @@ class TestBytes:
 
         assert unpack_tensors(data)[0]["a"].view(torch.uint8).tolist() == [1, 0, 1]
 
-    def test_no_packed_object_is_larger_than_foretold(self) -> None:
+    def test_no_packed_object_exceeds_the_computed_size(self) -> None:
         tensors = snapshot(everything())
 
         size = len(pack_tensors(tensors, {"m": "x" * (METADATA_LIMIT - 200)}))
 
         assert packed_size(types_of(tensors)) - METADATA_LIMIT < size <= packed_size(types_of(tensors))
 
-    def test_a_tensor_that_the_format_lacks_is_named(self) -> None:
+    def test_an_unsupported_tensor_is_named(self) -> None:
         for tensor in (torch.eye(2).to_sparse(), torch.zeros(2, dtype=torch.float8_e8m0fnu)):
             with pytest.raises(ValueError, match="odd"):
                 pack_tensors({"odd": tensor}, {})
@@ -113,7 +113,7 @@ class TestBytes:
             pack_tensors({"__metadata__": torch.ones(1)}, {})
 
     @pytest.mark.parametrize("metadata", [{"epoch": 1}, {1: "epoch"}, {"epoch": None}])
-    def test_metadata_that_no_reader_would_take_is_named(self, metadata: Any) -> None:
+    def test_invalid_metadata_is_named(self, metadata: Any) -> None:
         with pytest.raises(ValueError, match="epoch"):
             pack_tensors({"a": torch.ones(1)}, metadata)
 
@@ -160,7 +160,7 @@ class TestHostileBytes:
             (b"\x80\x04\x95\x20\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.", "claims"),
         ],
     )
-    def test_what_is_no_upload_of_ours_is_refused_with_its_reason(self, data: bytes, reason: str) -> None:
+    def test_a_foreign_object_is_refused_with_a_reason(self, data: bytes, reason: str) -> None:
         with pytest.raises(TensorFormatError, match=reason) as caught:
             unpack_tensors(data, EXPECTED)
         assert not caught.value.torn
@@ -183,7 +183,7 @@ class TestHostileBytes:
                 unpack_tensors(data[:length] + bytes(len(data) - length), EXPECTED)
             assert caught.value.torn
 
-    def test_a_key_that_stands_twice_is_refused(self) -> None:
+    def test_a_repeated_key_is_refused(self) -> None:
         data = pack_tensors({"a": torch.zeros(2)}, {})
         text = data[8 : data.rindex(b"}") + 1]
         twice = text[:-1] + b"," + text[text.index(b'"a"') :]
@@ -216,7 +216,7 @@ class TestHostileBytes:
             raw({"a": entry(shape=[True, 2])}, bytes(8)),
         ],
     )
-    def test_a_file_that_is_no_safetensors_is_refused(self, data: bytes, tmp_path: Path) -> None:
+    def test_a_file_of_another_format_is_refused(self, data: bytes, tmp_path: Path) -> None:
         path = tmp_path / "weights.safetensors"
         path.write_bytes(data)
 
@@ -224,7 +224,7 @@ class TestHostileBytes:
             load_safetensors(path)
 
     @pytest.mark.parametrize("text", ['"a"', "[1", "[[]]", '["b"]', '["a"]', "[" * 5000, "null", '{"a": 1}'])
-    def test_a_false_word_on_complex_tensors_makes_none(self, text: str) -> None:
+    def test_false_metadata_about_complex_tensors_is_ignored(self, text: str) -> None:
         data = raw({"__metadata__": {"complex": text}, "a": entry(shape=[1, 1, 2])}, bytes(8))
 
         found, _ = unpack_tensors(data)
@@ -241,7 +241,7 @@ class TestHostileBytes:
             ([], torch.float32),
         ],
     )
-    def test_what_cannot_be_parts_of_complex_numbers_stays_as_it_is(self, shape: list[int], dtype: torch.dtype) -> None:
+    def test_tensors_that_cannot_be_complex_stay_real(self, shape: list[int], dtype: torch.dtype) -> None:
         tensors = {"a": torch.ones(shape, dtype=dtype)}
 
         assert_equal(unpack_tensors(pack_tensors(tensors, {"complex": '["a"]'}))[0], tensors)

@@ -102,7 +102,7 @@ def test_the_protocol_can_be_read_without_torch() -> None:
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_names_lead_back_to_what_they_name() -> None:
+def test_names_parse_back_to_what_they_name() -> None:
     delta = DeltaId("node-1", "20260101-ab.c", 12)
     assert delta.name == "in/node-1/20260101-ab.c/00000012.safetensors"
     assert parse_delta_name(delta.name) == delta
@@ -150,7 +150,7 @@ def test_a_copy_is_the_same_delta_under_another_name() -> None:
         "in/" + "a" * 129 + "/s/00000001.safetensors",
     ],
 )
-def test_what_is_no_delta_is_not_taken_for_one(name: str) -> None:
+def test_other_names_are_not_parsed_as_deltas(name: str) -> None:
     assert parse_delta_name(name) is None
 
 
@@ -230,7 +230,7 @@ BLOB = {"path": "w/00000000-n.safetensors", "size": 8, "sha256": HASH}
         edited(marks={"a/..": json.loads(MARK.model_dump_json())}),
     ],
 )
-def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+def test_an_invalid_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(StoreContentError):
         Manifest.from_bytes(data)
 
@@ -271,7 +271,7 @@ def test_an_idle_look_is_one_small_request_whatever_the_history(length: int) -> 
 
 @pytest.mark.parametrize("known", [None, 0, 3])
 @pytest.mark.parametrize("shown", [0, 1, 5])
-def test_a_lagging_listing_delays_and_misleads_nobody(known: int | None, shown: int) -> None:
+def test_a_lagging_listing_does_not_hide_the_head(known: int | None, shown: int) -> None:
     versions = history(8)
     store = Lagging(shown)
     for version in versions:
@@ -279,7 +279,7 @@ def test_a_lagging_listing_delays_and_misleads_nobody(known: int | None, shown: 
     assert perform(find_head(None if known is None else versions[known]), store) == versions[7]
 
 
-def test_a_listing_that_still_shows_what_is_gone_misleads_nobody() -> None:
+def test_a_listing_that_still_shows_deleted_manifests_does_no_harm() -> None:
     versions = history(3)
     store = store_with(versions)
 
@@ -290,7 +290,7 @@ def test_a_listing_that_still_shows_what_is_gone_misleads_nobody() -> None:
     assert perform(find_head(None), Ghosts(store.inner)) == versions[2]
 
 
-def test_a_version_that_does_not_follow_on_the_known_one_is_refused() -> None:
+def test_a_version_that_does_not_follow_the_known_one_is_refused() -> None:
     store = store_with([manifest(), manifest(1, parent=manifest(nonce="other"))])
     with pytest.raises(StoreContentError, match=r"head/00000001\.json does not follow"):
         perform(find_head(manifest()), store)
@@ -303,7 +303,7 @@ def test_a_manifest_that_cannot_be_read_is_named() -> None:
         perform(find_head(None), store)
 
 
-def test_what_is_said_of_a_foreign_manifest_is_short_and_holds_no_control_characters() -> None:
+def test_errors_about_a_foreign_manifest_are_short_and_printable() -> None:
     data = json.dumps({**json.loads(manifest().to_bytes()), "\x1b[2J" + "x" * 10_000: 1}).encode()
     with pytest.raises(StoreContentError) as caught:
         Manifest.from_bytes(data)
@@ -324,7 +324,7 @@ def test_a_manifest_under_another_name_is_refused() -> None:
 NAME = "in/a/s/00000001.safetensors"
 
 
-def test_an_object_of_ones_own_is_put_once() -> None:
+def test_an_own_object_is_put_once() -> None:
     store = Watched()
     assert perform(put_own(NAME, b"data"), store) == NAME
     assert store.requests == [("put", NAME)]

@@ -29,7 +29,7 @@ def test_the_newest_weights_become_a_safetensors_file(store: MemoryStore, tmp_pa
     assert load_file(tmp_path / "weights.safetensors")["number"].tolist() == [2.0]
 
 
-def test_an_older_version_can_be_asked_for(store: MemoryStore, tmp_path: Path) -> None:
+def test_an_older_version_can_be_pulled(store: MemoryStore, tmp_path: Path) -> None:
     assert pull(store, tmp_path / "w.safetensors", version=1).version == 1
     assert load_file(tmp_path / "w.safetensors")["number"].tolist() == [1.0]
 
@@ -41,7 +41,7 @@ def test_a_folder_gets_a_file_of_the_usual_name(store: MemoryStore, tmp_path: Pa
     assert target(tmp_path) == tmp_path / "model.safetensors"
 
 
-def test_a_file_that_is_there_stays_unless_it_may_be_replaced(store: MemoryStore, tmp_path: Path) -> None:
+def test_an_existing_file_is_kept_unless_replace_is_set(store: MemoryStore, tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     file.write_bytes(b"mine")
 
@@ -60,7 +60,7 @@ def test_a_folder_is_not_replaced(store: MemoryStore, tmp_path: Path) -> None:
         pull(store, tmp_path / "w.safetensors", replace=True)
 
 
-def test_weights_that_are_not_those_of_the_manifest_are_not_taken(store: MemoryStore, tmp_path: Path) -> None:
+def test_weights_that_do_not_match_the_manifest_are_refused(store: MemoryStore, tmp_path: Path) -> None:
     name = weights_name(2, "n")
     store.delete(name)
     store.put_if_absent(name, bytes(len(weights_of(2))))
@@ -80,9 +80,7 @@ def test_a_version_whose_weights_were_removed_is_an_error_that_names_the_key(
 
 
 @pytest.mark.parametrize("version", [-1, 3])
-def test_a_version_that_is_not_there_is_an_error_that_names_the_newest(
-    store: MemoryStore, tmp_path: Path, version: int
-) -> None:
+def test_a_missing_version_is_an_error_that_names_the_newest(store: MemoryStore, tmp_path: Path, version: int) -> None:
     with pytest.raises(StoreContentError, match=f"there is no version {version}; the newest is 2"):
         pull(store, tmp_path / "w.safetensors", version=version)
 
@@ -101,7 +99,7 @@ class Overtaken(MemoryStore):
         return super().get(name, **options)  # type: ignore[arg-type]  # as they were given
 
 
-def test_a_version_that_is_overtaken_while_it_is_fetched_gives_way_to_the_next(tmp_path: Path) -> None:
+def test_a_version_pruned_during_the_download_is_replaced_by_the_next(tmp_path: Path) -> None:
     assert pull(Overtaken(), tmp_path / "w.safetensors").version == 4
     assert load_file(tmp_path / "w.safetensors")["number"].tolist() == [4.0]
 

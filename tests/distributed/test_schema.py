@@ -9,7 +9,7 @@ from tests.support.exchanged import TRAINED, Compiled, Everything, assert_equal,
 
 
 class TestSchema:
-    def test_each_tensor_stands_once_under_its_kind(self) -> None:
+    def test_each_tensor_is_listed_once_under_its_kind(self) -> None:
         schema = Schema.of(everything())
 
         assert set(schema.names("trained")) == set(TRAINED)
@@ -18,7 +18,7 @@ class TestSchema:
         assert schema.names("newest") == ("flags", "norm.num_batches_tracked")
         assert set(schema.names()) == set(schema.names("trained", "frozen", "average", "newest"))
 
-    def test_the_dtypes_are_those_that_travel(self) -> None:
+    def test_the_dtypes_are_those_of_the_exchange(self) -> None:
         model = everything().bfloat16()
 
         dtypes = {name: form.dtype for name, form in Schema.of(model).types().items()}
@@ -38,7 +38,7 @@ class TestSchema:
     def test_two_precisions_of_one_model_have_one_fingerprint(self) -> None:
         assert Schema.of(nn.Linear(3, 4)).fingerprint == Schema.of(nn.Linear(3, 4).double()).fingerprint
 
-    def test_the_fingerprint_knows_no_order(self) -> None:
+    def test_the_fingerprint_ignores_the_order(self) -> None:
         schema = Schema.of(everything())
 
         assert Schema(dict(reversed(schema.entries.items()))).fingerprint == schema.fingerprint
@@ -52,7 +52,7 @@ class TestSchema:
 
         assert len({Schema.of(model).fingerprint for model in models}) == len(models)
 
-    def test_a_buffer_that_two_modules_share_stands_once(self) -> None:
+    def test_a_shared_buffer_is_listed_once(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Identity())
         for module in model:
             module.register_buffer("table", torch.ones(2) if not dict(model.named_buffers()) else model[0].table)
@@ -70,11 +70,11 @@ class TestSchema:
 
 
 class TestSnapshot:
-    def test_a_snapshot_has_the_forms_of_the_schema(self) -> None:
+    def test_a_snapshot_has_the_types_of_the_schema(self) -> None:
         for model in (everything(), everything().half(), everything().double()):
             assert types_of(snapshot(model)) == Schema.of(model).types()
 
-    def test_training_goes_on_without_changing_it(self) -> None:
+    def test_training_does_not_change_a_snapshot(self) -> None:
         model = everything()
         before = snapshot(model)
         bias = before["first.bias"].clone()
@@ -84,7 +84,7 @@ class TestSnapshot:
 
         assert torch.equal(before["first.bias"], bias)
 
-    def test_its_memory_is_used_again(self) -> None:
+    def test_the_memory_of_a_snapshot_is_reused(self) -> None:
         model = everything()
         first = snapshot(model, names=TRAINED)
         places = {name: tensor.data_ptr() for name, tensor in first.items()}
@@ -97,7 +97,7 @@ class TestSnapshot:
         assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
         assert torch.equal(second["phase"], model.phase.detach())
 
-    def test_some_names_are_enough(self) -> None:
+    def test_a_snapshot_may_have_some_names_only(self) -> None:
         assert snapshot(everything(), names=["flags", "phase"]).keys() == {"flags", "phase"}
 
 
@@ -128,7 +128,7 @@ class TestRebase:
         for name, value in self.trained(model).items():
             assert torch.allclose(value, new_base[name] + learnt[name], rtol=0, atol=1e-6)
 
-    def test_adopting_drops_what_was_learnt(self) -> None:
+    def test_adopting_drops_local_progress(self) -> None:
         model, new_base = everything(0), snapshot(everything(1))
         base = self.trained(model)
         with torch.no_grad():
@@ -163,7 +163,7 @@ class TestRebase:
         assert torch.allclose(model.first.bias, new_base["first.bias"] + 0.5)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_in_half_precision_rounding_is_no_progress(self, dtype: torch.dtype) -> None:
+    def test_in_half_precision_rounding_does_not_count_as_progress(self, dtype: torch.dtype) -> None:
         model, new_base = nn.Linear(5, 5).to(dtype), snapshot(nn.Linear(5, 5))
         given = dict(new_base)
         values = {name: tensor.clone() for name, tensor in new_base.items()}
@@ -184,7 +184,7 @@ class TestRebase:
 
         assert model.weight.item() == 2.0 + 2.0**-40
 
-    def test_a_base_that_does_not_fit_changes_nothing(self) -> None:
+    def test_a_base_of_another_shape_changes_nothing(self) -> None:
         model = everything()
         before = snapshot(model)
         lacking = snapshot(everything(1))
@@ -204,7 +204,7 @@ class TestRebase:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_gives_copies_away_and_takes_a_new_base_as_the_cpu_does(dtype: torch.dtype) -> None:
+def test_snapshot_and_rebase_on_a_gpu_equal_those_on_the_cpu(dtype: torch.dtype) -> None:
     here, there = nn.Linear(64, 48).to(dtype), nn.Linear(64, 48).to(dtype).cuda()
     there.load_state_dict(here.state_dict())
     base = snapshot(here)

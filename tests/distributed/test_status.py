@@ -24,7 +24,7 @@ def node(status: StoreStatus, name: str) -> NodeStatus:
     return next(node for node in status.nodes if node.name == name)
 
 
-def test_the_newest_version_is_told(store: MemoryStore) -> None:
+def test_the_status_shows_the_newest_version(store: MemoryStore) -> None:
     status = store_status(store)
 
     assert (status.version, status.rounds, status.weights_bytes) == (2, 1.5, len(weights_of(2)))
@@ -44,7 +44,7 @@ def test_a_node_is_as_far_behind_as_the_rounds_since_its_last_delta(store: Memor
     assert (of_b.rejected, of_b.reason) == (0, None)
 
 
-def test_what_waits_is_counted_and_what_is_dealt_with_is_not(store: MemoryStore) -> None:
+def test_waiting_deltas_are_counted_and_processed_ones_are_not(store: MemoryStore) -> None:
     store.put_if_absent("in/a/old/00000003.safetensors", bytes(900))  # processed, and not removed yet
     store.put_if_absent("in/a/old/00000004.safetensors", bytes(1000))
     store.put_if_absent("in/a/old/00000005.safetensors", bytes(1100))
@@ -56,7 +56,7 @@ def test_what_waits_is_counted_and_what_is_dealt_with_is_not(store: MemoryStore)
     assert (status.outstanding, status.outstanding_bytes) == (2, 2100)
 
 
-def test_a_torn_copy_and_its_successor_are_one_delta(store: MemoryStore) -> None:
+def test_a_torn_delta_and_its_copy_count_as_one(store: MemoryStore) -> None:
     store.put_if_absent("in/b/s/00000004.safetensors", bytes(10))
     store.put_if_absent("in/b/s/00000004-1.safetensors", bytes(1000))
 
@@ -75,13 +75,13 @@ def test_a_session_that_no_version_knows_is_the_newest_of_its_node(store: Memory
     assert new.outstanding == 1
 
 
-def test_a_node_that_has_sent_its_first_delta_is_seen_before_the_master_deals_with_it(store: MemoryStore) -> None:
+def test_a_node_is_shown_before_its_first_delta_is_processed(store: MemoryStore) -> None:
     store.put_if_absent("in/c/s/00000001.safetensors", bytes(1000))
 
     assert [node.name for node in store_status(store).nodes] == ["a", "b", "c"]
 
 
-def test_names_that_are_no_deltas_are_passed_over(store: MemoryStore) -> None:
+def test_names_that_are_not_deltas_are_ignored(store: MemoryStore) -> None:
     before = store_status(store)
     store.put_if_absent("in/readme.txt", b"hello")
     store.put_if_absent("in/a/old/00000000.safetensors", b"x")
@@ -89,7 +89,7 @@ def test_names_that_are_no_deltas_are_passed_over(store: MemoryStore) -> None:
     assert store_status(store) == before
 
 
-def test_all_pages_of_what_waits_are_counted(store: MemoryStore) -> None:
+def test_all_pages_of_waiting_deltas_are_counted(store: MemoryStore) -> None:
     for seq in range(4, 2504):
         store.put_if_absent(f"in/b/s/{seq:08d}.safetensors", b"12")
 
@@ -110,7 +110,7 @@ def test_neither_weights_nor_deltas_are_downloaded(store: MemoryStore, monkeypat
     assert all(name.startswith("head/") for name in read)
 
 
-def test_a_store_without_a_version_is_an_error_that_says_who_makes_one() -> None:
+def test_a_store_without_a_version_is_an_error_with_the_remedy() -> None:
     with pytest.raises(StoreContentError, match="no master has published yet.*speedtronic diloco master CONFIG"):
         store_status(MemoryStore("nothing"))
 

@@ -12,7 +12,7 @@ NEVER = 3600.0
 
 
 def ignore(error: Exception) -> None:
-    raise AssertionError(f"the lane failed: {error}") from error
+    raise AssertionError(f"the thread failed: {error}") from error
 
 
 def counting(enough: int) -> tuple[Callable[[], bool], threading.Event]:
@@ -31,10 +31,10 @@ def counting(enough: int) -> tuple[Callable[[], bool], threading.Event]:
 
 def test_work_that_asks_for_more_is_called_again_at_once() -> None:
     work, done = counting(5)
-    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=NEVER, failed=ignore)
+    thread.start()
     assert done.wait(SOON)
-    assert lane.stop(SOON)
+    assert thread.stop(SOON)
 
 
 def test_work_is_done_again_after_the_interval() -> None:
@@ -46,13 +46,13 @@ def test_work_is_done_again_after_the_interval() -> None:
             done.set()
         return False
 
-    lane = BackgroundThread("test", work, interval=0.001, failed=ignore)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=0.001, failed=ignore)
+    thread.start()
     assert done.wait(SOON)
-    assert lane.stop(SOON)
+    assert thread.stop(SOON)
 
 
-def test_a_lane_that_is_woken_during_its_work_does_it_once_more() -> None:
+def test_a_thread_woken_during_its_work_does_it_once_more() -> None:
     begun, go_on, twice, calls = threading.Event(), threading.Event(), threading.Event(), []
 
     def work() -> bool:
@@ -63,17 +63,17 @@ def test_a_lane_that_is_woken_during_its_work_does_it_once_more() -> None:
         go_on.wait(SOON)
         return False
 
-    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=NEVER, failed=ignore)
+    thread.start()
     assert begun.wait(SOON)
-    lane.wake()
+    thread.wake()
     go_on.set()
     assert twice.wait(SOON)
-    assert lane.stop(SOON)
+    assert thread.stop(SOON)
     assert len(calls) == 2, "and not again and again"
 
 
-def test_an_error_is_told_and_the_lane_goes_on() -> None:
+def test_an_error_is_reported_and_the_thread_continues() -> None:
     told: list[Exception] = []
     done = threading.Event()
 
@@ -83,14 +83,14 @@ def test_an_error_is_told_and_the_lane_goes_on() -> None:
             return False
         raise OSError("the disk is full")
 
-    lane = BackgroundThread("test", work, interval=0.001, failed=told.append)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=0.001, failed=told.append)
+    thread.start()
     assert done.wait(SOON)
-    assert lane.stop(SOON)
+    assert thread.stop(SOON)
     assert [str(error) for error in told] == ["the disk is full"]
 
 
-def test_a_lane_that_hangs_is_left_to_end_by_itself() -> None:
+def test_a_hanging_thread_is_left_to_end_by_itself() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def work() -> bool:
@@ -98,15 +98,15 @@ def test_a_lane_that_hangs_is_left_to_end_by_itself() -> None:
         go_on.wait(SOON)
         return True
 
-    lane = BackgroundThread("test", work, interval=NEVER, failed=ignore)
-    lane.start()
+    thread = BackgroundThread("test", work, interval=NEVER, failed=ignore)
+    thread.start()
     assert begun.wait(SOON)
-    assert not lane.stop(0.0)
+    assert not thread.stop(0.0)
     go_on.set()
-    assert lane.stop(SOON), "it does no more work, though it asked for it"
+    assert thread.stop(SOON), "it does no more work, though it asked for it"
 
 
-def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_of_it() -> None:
+def test_threads_that_share_a_stop_event_end_together() -> None:
     stopping = threading.Event()
     begun = threading.Event()
 
@@ -124,5 +124,5 @@ def test_lanes_that_share_their_end_stop_together_and_what_waits_within_learns_o
     assert waiting.stop(SOON)
 
 
-def test_a_lane_that_was_never_started_is_stopped_without_waiting() -> None:
+def test_a_thread_that_never_started_stops_without_waiting() -> None:
     assert BackgroundThread("test", lambda: False, interval=NEVER, failed=ignore).stop(0.0)

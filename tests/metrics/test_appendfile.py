@@ -11,7 +11,7 @@ from speedtronic.metrics.appendfile import AppendFile
 
 
 class Short(io.FileIO):
-    """Takes a few bytes of each write, as a disk does that runs full."""
+    """Writes only a few bytes of each write, like a disk that runs full."""
 
     def write(self, data: object) -> int:  # type: ignore[override]
         assert isinstance(data, bytes)
@@ -25,7 +25,7 @@ def test_lines_are_appended_to_what_is_there(tmp_path: Path) -> None:
     assert path.read_bytes() == b"one\ntwo\n"
 
 
-def test_a_line_that_was_cut_short_is_an_error_and_is_closed_off(tmp_path: Path) -> None:
+def test_a_line_that_is_only_partly_written_is_an_error_and_the_next_starts_on_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "file"
     file = AppendFile(path)
     whole = file._file
@@ -68,7 +68,7 @@ def test_a_later_change_of_folder_does_not_move_the_file(tmp_path: Path, monkeyp
     assert (tmp_path / "file").read_bytes() == b"one\n"
 
 
-def test_a_pipe_takes_lines_and_a_reader_that_has_gone_is_noticed(tmp_path: Path) -> None:
+def test_lines_go_into_a_pipe_until_its_reader_leaves(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     read: list[bytes] = []

@@ -10,13 +10,14 @@ import pytest
 
 from speedtronic.metrics.console import ConsoleSink
 from speedtronic.metrics.records import INFO, LOG, WARNING, Record
+from tests.support.cases import case
 
 
 def message(text: str, level: int = INFO) -> Record:
     return Record(LOG, level, {"message": text}, 0.0, datetime.now(UTC))
 
 
-def test_without_a_stream_it_writes_to_what_stdout_is_at_that_moment(
+def test_without_a_stream_it_writes_to_the_present_stdout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ConsoleSink(None, INFO).write(message("hello"))
@@ -32,7 +33,7 @@ def test_records_below_the_level_are_not_shown() -> None:
 
 
 class Counting(io.StringIO):
-    """A stream whose every write fails."""
+    """A stream that fails on every write, and counts the writes."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -44,13 +45,14 @@ class Counting(io.StringIO):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O operation on closed file")])
-def test_a_stream_that_has_gone_is_left_alone(error: Exception) -> None:
-    stream = Counting(error)
-    sink = ConsoleSink(stream, INFO)
-    sink.write(message("a"))
-    sink.write(message("b"))
-    assert stream.writes == 1
+def test_nothing_more_is_written_to_a_stream_that_is_gone() -> None:
+    for error in (BrokenPipeError(), ValueError("I/O operation on closed file")):
+        with case(error):
+            stream = Counting(error)
+            sink = ConsoleSink(stream, INFO)
+            sink.write(message("a"))
+            sink.write(message("b"))
+            assert stream.writes == 1
 
 
 def test_a_full_disk_behind_a_redirection_is_tried_again() -> None:
@@ -61,14 +63,14 @@ def test_a_full_disk_behind_a_redirection_is_tried_again() -> None:
     assert stream.writes == 2
 
 
-def test_what_the_streams_encoding_lacks_is_escaped() -> None:
+def test_characters_that_the_streams_encoding_lacks_are_escaped() -> None:
     raw = io.BytesIO()
     sink = ConsoleSink(io.TextIOWrapper(raw, encoding="ascii"), INFO)
     sink.write(message("schön"))
     assert raw.getvalue() == b"sch\\xf6n\n"
 
 
-def test_a_closed_pipe_neither_ends_the_process_nor_complains_at_its_exit() -> None:
+def test_a_closed_pipe_does_not_end_the_process_and_gives_no_error_at_exit() -> None:
     program = (
         "from speedtronic.metrics import MetricLogger\n"
         "logger = MetricLogger()\n"
@@ -87,14 +89,14 @@ def test_importing_the_logger_loads_neither_torch_nor_rich() -> None:
     assert result.stdout.strip() == "set()"
 
 
-def test_without_a_standard_output_it_is_silent_and_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_standard_output_it_is_silent_and_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     sink = ConsoleSink(None, INFO)
     sink.write(message("a"))
     assert not sink.is_terminal()
 
 
-def test_a_closed_stream_is_no_terminal() -> None:
+def test_a_closed_stream_is_not_a_terminal() -> None:
     stream = io.StringIO()
     stream.close()
     sink = ConsoleSink(stream, INFO)

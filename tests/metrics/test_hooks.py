@@ -1,4 +1,4 @@
-"""A hook that hangs or is slow holds nobody up for long; one that is well is heard before the sender goes on."""
+"""A hook that hangs or is slow does not hold up the sender for long; the sender waits for any other hook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = 30.0  # seconds of patience that nothing here uses up
 
 
 class Hanging:
-    """A hook that does not come back until it is let go."""
+    """A hook that does not return until the test lets it go."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -64,7 +64,7 @@ def thread_of(messages: list[str]) -> Iterator[Callable[..., HookThread]]:
         thread.close()
 
 
-def test_a_hook_has_done_its_work_when_the_sender_goes_on(thread_of: Callable[..., HookThread]) -> None:
+def test_a_hook_has_finished_when_the_sender_goes_on(thread_of: Callable[..., HookThread]) -> None:
     heard: list[int] = []
     thread = thread_of(lambda event, payload: heard.append(payload["step"]))
     for step in range(50):
@@ -72,7 +72,7 @@ def test_a_hook_has_done_its_work_when_the_sender_goes_on(thread_of: Callable[..
         assert heard[-1] == step
 
 
-def test_a_hook_is_always_called_on_the_same_thread_which_is_not_the_senders(
+def test_a_hook_is_always_called_on_the_same_thread_but_not_the_senders(
     thread_of: Callable[..., HookThread],
 ) -> None:
     threads = []
@@ -83,7 +83,7 @@ def test_a_hook_is_always_called_on_the_same_thread_which_is_not_the_senders(
     assert threads[0] is not threading.current_thread()
 
 
-def test_a_hanging_hook_is_waited_for_once_and_hears_the_rest_when_it_comes_back(
+def test_a_hanging_hook_is_waited_for_once_and_gets_the_other_events_when_it_returns(
     thread_of: Callable[..., HookThread], hanging: Hanging, messages: list[str]
 ) -> None:
     thread = thread_of(hanging, SOON)
@@ -99,7 +99,7 @@ def test_a_hanging_hook_is_waited_for_once_and_hears_the_rest_when_it_comes_back
     assert hanging.heard == [1, 2, 3, 4, 5]
 
 
-def test_what_a_hanging_hook_has_to_hear_is_bounded(
+def test_the_queue_of_a_hanging_hook_is_bounded(
     thread_of: Callable[..., HookThread], hanging: Hanging, messages: list[str]
 ) -> None:
     thread = thread_of(hanging, ENOUGH)
@@ -113,7 +113,7 @@ def test_what_a_hanging_hook_has_to_hear_is_bounded(
 
 
 def test_patience_is_for_all_events_together(thread_of: Callable[..., HookThread], messages: list[str]) -> None:
-    """A hook that takes a part of it each time is left behind as surely as one that hangs."""
+    """A hook that uses a part of it on each event falls behind like a hook that hangs."""
     stopped = threading.Event()
     thread = thread_of(lambda event, payload: stopped.wait(SOON), 3 * SOON)
     for _ in range(20):
@@ -134,7 +134,7 @@ def test_closing_waits_no_longer_than_the_patience(
     assert messages[1:] == ["hook Hanging has not returned; 1 events did not reach it"]
 
 
-def test_closing_lets_a_slow_hook_come_to_its_end(
+def test_closing_waits_for_a_slow_hook(
     thread_of: Callable[..., HookThread], hanging: Hanging, messages: list[str]
 ) -> None:
     thread = thread_of(hanging, ENOUGH)
@@ -147,7 +147,7 @@ def test_closing_lets_a_slow_hook_come_to_its_end(
     assert len(messages) == 1
 
 
-def test_what_a_hook_raises_is_reported_whether_it_was_waited_for_or_not(
+def test_a_hooks_exception_is_reported_whether_the_sender_waited_or_not(
     thread_of: Callable[..., HookThread], hanging: Hanging, messages: list[str]
 ) -> None:
     def failing(event: str, payload: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def test_an_interrupt_in_a_hook_reaches_the_sender(thread_of: Callable[..., Hook
         thread.tell("eval", {})
 
 
-def test_a_hook_may_send_an_event_that_it_hears_itself(thread_of: Callable[..., HookThread]) -> None:
+def test_a_hook_may_send_an_event_that_it_gets_itself(thread_of: Callable[..., HookThread]) -> None:
     heard = []
 
     def echo(event: str, payload: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def test_a_hook_may_send_an_event_that_it_hears_itself(thread_of: Callable[..., 
     assert heard == ["eval", "echo"]
 
 
-def test_after_closing_a_later_event_is_heard(thread_of: Callable[..., HookThread]) -> None:
+def test_a_hook_gets_events_that_are_sent_after_closing(thread_of: Callable[..., HookThread]) -> None:
     heard = []
     thread = thread_of(lambda event, payload: heard.append(event))
     thread.tell("a", {})
@@ -199,7 +199,7 @@ def test_after_closing_a_later_event_is_heard(thread_of: Callable[..., HookThrea
     assert heard == ["a", "b"]
 
 
-def test_closing_ends_the_thread_even_of_a_hook_that_has_a_thousand_events_to_hear(hanging: Hanging) -> None:
+def test_closing_ends_the_thread_of_a_hook_with_a_full_queue(hanging: Hanging) -> None:
     thread = HookThread(hanging, SOON, print, print)
     before = set(threading.enumerate())
     for step in range(1500):

@@ -68,14 +68,14 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), values, max_size=5))
-def test_whatever_the_payload_a_line_is_one_strict_json_object(payload: dict[str, Any]) -> None:
+def test_with_any_payload_a_line_is_one_strict_json_object(payload: dict[str, Any]) -> None:
     line = encode_line(record("eval", payload))
     assert "\n" not in line
     assert line.isascii()
     assert parse(line)["event"] == "eval"
 
 
-def test_a_resumed_run_appends_and_closes_off_a_line_that_was_cut(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_on_a_new_line_after_a_line_that_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"event":"a"}\n{"event":"b","st')
     JsonlSink(path).write(record("c", {}))

@@ -3,18 +3,17 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-import pytest
-
 from speedtronic.metrics.events import event_level
 from speedtronic.metrics.lines import format_line, short_bytes, short_number
 from speedtronic.metrics.records import Record
+from tests.support.cases import case
 
 
 def line(event: str, payload: dict[str, Any]) -> str:
     return format_line(Record(event, event_level(event), payload, 0.0, datetime.now(UTC)))
 
 
-def test_a_step_carries_all_its_values_readably() -> None:
+def test_a_step_shows_all_its_values_in_readable_form() -> None:
     payload = {
         "step": 120, "loss": 2.31451, "lr": 3e-4, "steps_per_sec": 24.123, "samples_per_sec": 193.0,
         "tokens_per_sec": 12345.6, "samples": 960, "tokens": 122880, "micro_batches": 2, "grad_norm": 0.52345,
@@ -32,7 +31,7 @@ def test_other_events_start_with_their_name() -> None:
     )
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_values_that_are_none_are_left_out() -> None:
     assert line("train_step", {"step": 1, "grad_norm": None, "lr": 0.5}) == "step 1  lr 5.00e-01"
 
 
@@ -47,7 +46,7 @@ def test_a_tiny_or_nonfinite_loss_is_not_shown_as_zero() -> None:
     assert line("train_step", {"loss": float("inf")}) == "loss inf"
 
 
-def test_control_characters_are_shown_not_obeyed() -> None:
+def test_control_characters_are_escaped() -> None:
     assert line("eval", {"sample": "a\x1b[2Jb\nc\r"}) == "eval  sample a\\x1b[2Jb\\nc\\x0d"
     assert line("log", {"message": "one\ntwo\x1b"}) == "one\ntwo\\x1b"
 
@@ -56,14 +55,13 @@ def test_long_text_is_cut() -> None:
     assert len(line("eval", {"sample": "x" * 5000})) < 250
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (7, "7"), (950.4, "950"), (12345.6, "12.3k"), (4.56e6, "4.56M"), (2e9, "2G")],
-)
-def test_short_number(value: float, text: str) -> None:
-    assert short_number(value) == text
+def test_short_number() -> None:
+    for value, text in ((0.0, "0"), (7, "7"), (950.4, "950"), (12345.6, "12.3k"), (4.56e6, "4.56M"), (2e9, "2G")):
+        with case(value, text):
+            assert short_number(value) == text
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (950, "950 B"), (1500, "1.5 kB"), (3.2e12, "3.2 TB")])
-def test_short_bytes(count: float, text: str) -> None:
-    assert short_bytes(count) == text
+def test_short_bytes() -> None:
+    for count, text in ((0, "0 B"), (950, "950 B"), (1500, "1.5 kB"), (3.2e12, "3.2 TB")):
+        with case(count, text):
+            assert short_bytes(count) == text

@@ -13,6 +13,7 @@ import pytest
 from speedtronic.errors import ConfigError
 from speedtronic.metrics import MetricLogger, TrainingHook
 from speedtronic.metrics.appendfile import AppendFile
+from tests.support.cases import case
 
 
 class Clock:
@@ -56,13 +57,13 @@ def test_train_steps_reach_sinks_by_cadence_and_hooks_always() -> None:
     assert steps_heard == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_cadence_concerns_train_steps_only() -> None:
+def test_the_cadence_is_for_train_steps_only() -> None:
     stream = io.StringIO()
     MetricLogger(every_steps=100, stream=stream).emit("eval", {"step": 7, "loss": 1.0})
     assert stream.getvalue() == "eval  step 7  loss 1.0000\n"
 
 
-def test_level_hides_lower_records_from_people_but_not_from_json_lines(tmp_path: Path) -> None:
+def test_the_level_filters_console_and_text_file_but_not_json_lines(tmp_path: Path) -> None:
     stream = io.StringIO()
     logger = MetricLogger("warning", file=tmp_path / "l.txt", json_file=tmp_path / "l.jsonl", stream=stream)
     logger.info("quiet")
@@ -117,7 +118,7 @@ class Failing(Recorder):
         raise RuntimeError("no network")
 
 
-def test_a_hook_may_be_an_object_with_on_event_and_may_come_later() -> None:
+def test_a_hook_may_be_an_object_with_on_event_and_may_be_added_later() -> None:
     recorder = Recorder()
     assert isinstance(recorder, TrainingHook)
     logger = MetricLogger(stream=io.StringIO())
@@ -140,7 +141,7 @@ def test_a_failing_hook_is_logged_with_its_name_and_called_again_on_the_next_eve
     assert text.count("Traceback") == 1
 
 
-def test_a_hook_that_changes_its_payload_changes_nobody_elses() -> None:
+def test_a_hook_that_changes_its_payload_does_not_change_the_others() -> None:
     seen: list[dict[str, Any]] = []
     payload = {"step": 1}
     logger = MetricLogger(
@@ -152,7 +153,7 @@ def test_a_hook_that_changes_its_payload_changes_nobody_elses() -> None:
     assert payload == {"step": 1}
 
 
-def test_a_hook_may_log_while_it_is_told() -> None:
+def test_a_hook_may_log_while_it_handles_an_event() -> None:
     stream = io.StringIO()
     logger = MetricLogger(stream=stream)
     logger.add_hook(lambda event, payload: logger.info("heard"))
@@ -160,22 +161,19 @@ def test_a_hook_may_log_while_it_is_told() -> None:
     assert stream.getvalue() == "eval\nheard\n"
 
 
-def test_something_that_cannot_be_a_hook_is_refused() -> None:
+def test_an_object_that_cannot_be_a_hook_is_refused() -> None:
     with pytest.raises(TypeError, match="on_event"):
         MetricLogger(hooks=[object()])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
+def test_wrong_arguments_are_config_errors_that_name_the_key() -> None:
+    for arguments, key in (
         ({"level": "LOUD"}, "logging.level"),
         ({"every_steps": 0}, "logging.every_steps"),
         ({"progress": "maybe"}, "logging.progress"),
-    ],
-)
-def test_wrong_arguments_are_config_errors_that_name_the_key(arguments: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        MetricLogger(**arguments)
+    ):
+        with case(arguments, key), pytest.raises(ConfigError, match=key):
+            MetricLogger(**arguments)
 
 
 def test_a_file_that_cannot_be_opened_is_one_error_before_training(tmp_path: Path) -> None:
@@ -233,7 +231,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     assert len(lines_of(tmp_path / "l.jsonl")) == 800
 
 
-def test_a_path_that_is_none_is_named_as_it_was_given() -> None:
+def test_an_impossible_path_is_named_as_it_was_given() -> None:
     with pytest.raises(ConfigError, match=r"logging\.file: cannot write to 'a\\x00b'"):
         MetricLogger(file="a\0b")
 

@@ -9,6 +9,7 @@ import pytest
 
 from speedtronic.metrics import MetricLogger
 from speedtronic.metrics.progress import ProgressMode
+from tests.support.cases import case
 
 
 class Terminal(io.StringIO):
@@ -26,7 +27,7 @@ class AsciiTerminal(io.TextIOWrapper):
 
 
 class HungUp(Terminal):
-    """A terminal whose window is closed after the first step."""
+    """A terminal that is closed after the first step."""
 
     def write(self, text: str) -> int:
         if "step 1/4" in self.getvalue():
@@ -82,19 +83,19 @@ def test_on_a_terminal_one_line_shows_step_loss_speed_time_left_and_memory() -> 
     assert "step 4/4" in text
 
 
-def test_while_it_lives_steps_are_not_lines_and_other_lines_appear_above_it() -> None:
+def test_steps_move_the_live_line_and_other_lines_appear_above_it() -> None:
     text = without_escapes(run(Terminal(), "auto"))
     assert "step 1  loss" not in text
     assert "checkpoint  step 1  path [bold]x\n" in text
     assert text.rstrip().endswith("train_end  steps 4")
 
 
-def test_the_cursor_comes_back() -> None:
+def test_the_cursor_is_shown_again() -> None:
     text = run(Terminal(), "auto")
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
 
 
-def test_close_alone_ends_it_too() -> None:
+def test_close_ends_the_live_line_too() -> None:
     stream = Terminal()
     logger = MetricLogger(stream=stream, progress="auto")
     logger.emit("train_start", {"step": 0, "target_steps": 4})
@@ -103,11 +104,12 @@ def test_close_alone_ends_it_too() -> None:
     assert stream.getvalue().count("\x1b[?25h") == 1
 
 
-@pytest.mark.parametrize("progress", ["auto", "on"])
-def test_elsewhere_lines_are_plain(progress: ProgressMode) -> None:
-    text = run(io.StringIO(), progress)
-    assert text.splitlines()[1].startswith("step 1  loss 2.5000")
-    assert all(character.isprintable() or character == "\n" for character in text)
+def test_without_a_terminal_lines_are_plain() -> None:
+    for progress in ("auto", "on"):
+        with case(progress):
+            text = run(io.StringIO(), progress)
+            assert text.splitlines()[1].startswith("step 1  loss 2.5000")
+            assert all(character.isprintable() or character == "\n" for character in text)
 
 
 def test_off_means_plain_lines_on_a_terminal_too() -> None:
@@ -119,12 +121,12 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_plain_lines(monkeypatch: py
     assert "\x1b" not in run(Terminal(), "on")
 
 
-def test_auto_stays_away_when_ordinary_lines_are_hidden_and_on_does_not() -> None:
+def test_without_ordinary_lines_auto_shows_no_live_line_but_on_does() -> None:
     assert run(Terminal(), "auto", "WARNING") == ""
     assert "step 4/4" in without_escapes(run(Terminal(), "on", "WARNING"))
 
 
-def test_a_train_start_without_a_target_leaves_the_console_as_it_is() -> None:
+def test_a_train_start_without_a_target_starts_no_live_line() -> None:
     stream = Terminal()
     MetricLogger(stream=stream, progress="auto").emit("train_start", {})
     assert stream.getvalue() == "train_start\n"
@@ -141,7 +143,7 @@ def test_prints_of_the_training_code_appear_above_the_line(monkeypatch: pytest.M
     assert "a print of the model\n" in without_escapes(stream.getvalue())
 
 
-def test_what_the_terminals_encoding_lacks_is_escaped_above_the_live_line() -> None:
+def test_characters_that_the_terminals_encoding_lacks_are_escaped_above_the_live_line() -> None:
     terminal = AsciiTerminal()
     logger = MetricLogger(stream=terminal, progress="on", clock=Clock())
     logger.emit("train_start", {"step": 0, "target_steps": 4})
@@ -153,18 +155,20 @@ def test_what_the_terminals_encoding_lacks_is_escaped_above_the_live_line() -> N
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
 
 
-def test_a_terminal_that_hangs_up_ends_neither_the_run_nor_its_close() -> None:
+def test_a_terminal_that_hangs_up_does_not_end_the_run() -> None:
     assert "step 1/4" in run(HungUp(), "on")
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [{}, {"step": "three"}, {"step": 2, "loss": "low", "steps_per_sec": 1e-300, "peak_memory_bytes": "much"}],
-)
-def test_a_step_without_numbers_does_not_end_the_run(payload: dict[str, Any]) -> None:
-    stream = Terminal()
-    with MetricLogger(stream=stream, progress="on", clock=Clock()) as logger:
-        logger.emit("train_start", {"step": 0, "target_steps": 4})
-        logger.emit("train_step", payload)
-        logger.emit("train_step", step(4))
-    assert "step 4/4" in without_escapes(stream.getvalue())
+def test_a_step_without_numbers_does_not_end_the_run() -> None:
+    for payload in (
+        {},
+        {"step": "three"},
+        {"step": 2, "loss": "low", "steps_per_sec": 1e-300, "peak_memory_bytes": "much"},
+    ):
+        with case(payload):
+            stream = Terminal()
+            with MetricLogger(stream=stream, progress="on", clock=Clock()) as logger:
+                logger.emit("train_start", {"step": 0, "target_steps": 4})
+                logger.emit("train_step", payload)
+                logger.emit("train_step", step(4))
+            assert "step 4/4" in without_escapes(stream.getvalue())

@@ -40,12 +40,12 @@ def test_containers_are_lists_and_dicts_with_string_keys() -> None:
     assert plain == {"nested": {"1": [1, ["a"]]}, "set": [2]}
 
 
-def test_anything_foreign_is_its_text() -> None:
+def test_any_other_object_becomes_its_text() -> None:
     plain = plain_payload({"path": Path("a/b"), "device": torch.device("cpu"), "enum": Colour.RED, "size": Size.BIG})
     assert plain == {"path": "a/b", "device": "cpu", "enum": "Colour.RED", "size": 7}
 
 
-def test_a_scalar_whose_item_is_itself_is_text() -> None:
+def test_a_scalar_with_item_that_returns_itself_is_text() -> None:
     assert plain_payload({"x": np.longdouble(1.5)}) == {"x": "1.5"}
 
 
@@ -54,7 +54,7 @@ class Unprintable:
         raise RuntimeError("no words")
 
 
-def test_what_cannot_be_written_as_it_is_becomes_text() -> None:
+def test_values_that_json_cannot_hold_become_text() -> None:
     own: dict[str, object] = {"a": 1}
     own["self"] = [own]
     deep: list[object] = []

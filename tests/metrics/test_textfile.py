@@ -9,7 +9,7 @@ from speedtronic.metrics.textfile import TextFileSink
 TIME = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-def test_lines_have_time_level_and_the_consoles_words(tmp_path: Path) -> None:
+def test_lines_have_time_level_and_the_consoles_text(tmp_path: Path) -> None:
     sink = TextFileSink(tmp_path / "log.txt", INFO)
     sink.write(Record("train_step", INFO, {"step": 1, "loss": 5.5452}, 0.0, TIME))
     sink.write(Record(LOG, WARNING, {"message": "naïve"}, 0.0, TIME))

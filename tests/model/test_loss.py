@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from speedtronic.model import causal_cross_entropy, causal_cross_entropy_sum
+from tests.support.cases import case
 
 
 def plain_nll(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
-    """Sum and count by scalar arithmetic, one position after the other."""
+    """Sum and count in scalar arithmetic, one position after another."""
     total, count = 0.0, 0
     for row, targets in zip(logits.tolist(), labels.tolist(), strict=True):
         for scores, target in zip(row, targets, strict=False):
@@ -34,7 +35,7 @@ def test_aligned_labels_use_every_row_of_logits() -> None:
     assert causal_cross_entropy(logits, labels).item() == pytest.approx(total / count, rel=1e-5)
 
 
-def test_labels_one_shorter_leave_the_last_row_of_logits_out() -> None:
+def test_labels_one_shorter_do_not_use_the_last_row_of_logits() -> None:
     """Seed: "logits are truncated to logits[:, :-1] only for (B, T-1) labels"."""
     logits, labels = random_case()
     logits.requires_grad_()
@@ -57,7 +58,7 @@ def test_the_sum_and_the_count_leave_out_ignored_labels() -> None:
     assert count.item() == expected_count == 16
 
 
-def test_all_ignored_labels_give_a_differentiable_zero_tied_to_the_logits() -> None:
+def test_all_ignored_labels_give_a_zero_with_a_gradient_to_the_logits() -> None:
     """Seed: "all-ignored labels produce a differentiable zero tied to the logits"."""
     logits = torch.randn(2, 4, 7, requires_grad=True)
     loss = causal_cross_entropy(logits, torch.full((2, 4), -100))
@@ -67,13 +68,14 @@ def test_all_ignored_labels_give_a_differentiable_zero_tied_to_the_logits() -> N
     assert logits.grad.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_normalised_in_float32(dtype: torch.dtype) -> None:
-    logits, labels = random_case()
-    half = logits.to(dtype)
-    loss = causal_cross_entropy(half, labels)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, causal_cross_entropy(half.float(), labels), rtol=0, atol=0)
+def test_half_precision_logits_are_normalised_in_float32() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        with case(dtype):
+            logits, labels = random_case()
+            half = logits.to(dtype)
+            loss = causal_cross_entropy(half, labels)
+            assert loss.dtype == torch.float32
+            torch.testing.assert_close(loss, causal_cross_entropy(half.float(), labels), rtol=0, atol=0)
 
 
 def test_the_gradient_is_that_of_the_mean() -> None:
@@ -87,16 +89,17 @@ def test_labels_of_a_narrow_integer_dtype_are_accepted() -> None:
     torch.testing.assert_close(causal_cross_entropy(logits, labels.int()), causal_cross_entropy(logits, labels))
 
 
-@pytest.mark.parametrize("label", [11, -1])
-def test_a_label_that_is_no_token_is_refused(label: int) -> None:
-    logits, labels = random_case()
-    labels[1, 2] = label
-    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-        causal_cross_entropy(logits, labels)
+def test_a_label_that_is_not_a_token_is_refused() -> None:
+    for label in (11, -1):
+        with case(label):
+            logits, labels = random_case()
+            labels[1, 2] = label
+            with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+                causal_cross_entropy(logits, labels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_of_the_size_of_the_logits_is_kept_besides_them(dtype: torch.dtype) -> None:
+def test_the_backward_pass_keeps_only_the_logits_at_their_size(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 5, 40, dtype=dtype, requires_grad=True)
     kept: list[torch.Tensor] = []
 
@@ -117,12 +120,13 @@ def test_the_gradient_is_the_same_under_function_transforms() -> None:
     torch.testing.assert_close(torch.func.grad(lambda x: causal_cross_entropy(x, labels))(logits), expected)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 6), (3, 7), (18,), (3, 6, 1)])
-def test_labels_of_another_shape_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
-    logits, _ = random_case()
-    with pytest.raises(ValueError, match=r"\(3, 6, 11\)") as caught:
-        causal_cross_entropy(logits, torch.zeros(shape, dtype=torch.long))
-    assert str(shape) in str(caught.value)
+def test_labels_of_another_shape_are_refused_and_the_error_names_both_shapes() -> None:
+    for shape in ((3, 4), (2, 6), (3, 7), (18,), (3, 6, 1)):
+        with case(shape):
+            logits, _ = random_case()
+            with pytest.raises(ValueError, match=r"\(3, 6, 11\)") as caught:
+                causal_cross_entropy(logits, torch.zeros(shape, dtype=torch.long))
+            assert str(shape) in str(caught.value)
 
 
 def test_logits_that_are_not_three_dimensional_are_refused() -> None:

@@ -25,6 +25,7 @@ from speedtronic.model import (
     build_reference_transformer,
     set_gradient_checkpointing,
 )
+from tests.support.cases import case
 
 TINY: dict[str, Any] = {
     "vocab_size": 23,
@@ -47,15 +48,14 @@ def tokens(batch: int = 2, length: int = 12, seed: int = 3) -> Tensor:
 
 
 def enlarge(model: nn.Module) -> None:
-    """Weights far from their small start, so that attention is far from uniform and a wrong rule shows."""
+    """Make the weights large, so that attention is far from uniform and a wrong formula shows."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
 
 
-# An independent model, written out in float64: one head at a time, keys and values picked by hand, pairs
-# turned as complex numbers.
+# An independent model in float64: one head at a time, keys and values picked by hand, pairs rotated as complex numbers.
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -101,7 +101,7 @@ def plain_swiglu(mlp: SwiGLU, x: Tensor) -> Tensor:
 
 
 def plain_ngrams(model: ReferenceTransformer, row: Tensor) -> Tensor:
-    """What is added to the embedding of each token of one document without padding."""
+    """The n-gram embeddings of each token, for one document without padding."""
     tables = model.transformer["ngrams"].tables if model.config.ngram_order > 1 else []
     added = torch.zeros(len(row), model.config.d_model, dtype=torch.float64)
     for position in range(len(row)):
@@ -126,23 +126,26 @@ def plain_logits(model: ReferenceTransformer, ids: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_logits_equal_an_independent_model(kv_heads: int, tie: bool) -> None:
-    model = tiny(n_kv_head=kv_heads, tie_weights=tie, rope_base=50.0)
-    enlarge(model)
-    ids = tokens()
-    torch.testing.assert_close(model(ids)["logits"].double(), plain_logits(model, ids), rtol=1e-4, atol=1e-4)
+def test_logits_equal_an_independent_model() -> None:
+    for tie in (True, False):
+        for kv_heads in (1, 2, 4):
+            with case(tie, kv_heads):
+                model = tiny(n_kv_head=kv_heads, tie_weights=tie, rope_base=50.0)
+                enlarge(model)
+                ids = tokens()
+                torch.testing.assert_close(
+                    model(ids)["logits"].double(), plain_logits(model, ids), rtol=1e-4, atol=1e-4
+                )
 
 
-def test_logits_with_normalised_heads_and_runs_equal_an_independent_model() -> None:
+def test_logits_with_qk_norm_and_ngrams_equal_an_independent_model() -> None:
     model = tiny(qk_norm=True, ngram_order=4, ngram_buckets=37)
     enlarge(model)
     ids = tokens()
     torch.testing.assert_close(model(ids)["logits"].double(), plain_logits(model, ids), rtol=1e-4, atol=1e-4)
 
 
-def test_runs_end_at_the_start_of_a_document_and_at_padding() -> None:
+def test_ngrams_do_not_cross_the_start_of_a_document_or_padding() -> None:
     model = tiny(ngram_order=3)
     enlarge(model)
     first, second = tokens(1, 5, seed=1), tokens(1, 6, seed=2)
@@ -154,7 +157,7 @@ def test_runs_end_at_the_start_of_a_document_and_at_padding() -> None:
     torch.testing.assert_close(model(padded, attention_mask=mask)["logits"][:, 3:], model(second)["logits"])
 
 
-def test_a_run_does_not_look_ahead() -> None:
+def test_an_ngram_does_not_look_ahead() -> None:
     model = tiny(ngram_order=3)
     ids = tokens(1, 8)
     changed = ids.clone()
@@ -164,7 +167,7 @@ def test_a_run_does_not_look_ahead() -> None:
     assert not torch.equal(before[:, 5:], after[:, 5:])
 
 
-def test_a_projection_that_was_replaced_or_watched_is_called_by_itself() -> None:
+def test_a_projection_that_was_replaced_or_has_hooks_is_called_on_its_own() -> None:
     model = tiny()
     expected = model(tokens())["logits"]
     seen: list[str] = []
@@ -180,7 +183,7 @@ def test_a_projection_that_was_replaced_or_watched_is_called_by_itself() -> None
 
 
 class Quantised(Tensor):
-    """A weight that cannot be laid beside others, and counts the products that it is in."""
+    """A weight that cannot be concatenated with others, and counts its products."""
 
     products = 0
 
@@ -193,7 +196,7 @@ class Quantised(Tensor):
         return result.as_subclass(cls) if func is Tensor.detach else result
 
 
-def test_a_projection_with_a_forward_or_a_kind_of_weight_of_its_own_is_called_by_itself() -> None:
+def test_a_projection_with_its_own_forward_or_weight_type_is_called_on_its_own() -> None:
     model = tiny()
     expected = model(tokens())["logits"]
     attention = model.blocks[0].attn
@@ -201,7 +204,7 @@ def test_a_projection_with_a_forward_or_a_kind_of_weight_of_its_own_is_called_by
     attention.q_proj.weight = nn.Parameter(attention.q_proj.weight.detach().as_subclass(Quantised))
     torch.testing.assert_close(model(tokens())["logits"], expected)
     assert Quantised.products == 1
-    # As programs that move weights between devices put it there.
+    # Programs that move weights between devices set `forward` like this.
     attention.k_proj.forward = lambda x: 0 * x[..., : attention.k_proj.out_features]  # type: ignore[method-assign]
     assert not torch.equal(model(tokens())["logits"], expected)
 
@@ -211,13 +214,13 @@ def test_an_empty_batch_has_empty_logits() -> None:
     assert tiny(qk_norm=True, ngram_order=3)(empty)["logits"].shape == (0, 8, TINY["vocab_size"])
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_rms_norm_refuses_another_width(width: int) -> None:
-    with pytest.raises(RuntimeError, match=r"normalized_shape=\[8\]"):
-        RMSNorm(8)(torch.randn(2, width))
+def test_rms_norm_refuses_another_width() -> None:
+    for width in (1, 4):
+        with case(width), pytest.raises(RuntimeError, match=r"normalized_shape=\[8\]"):
+            RMSNorm(8)(torch.randn(2, width))
 
 
-def test_rms_norm_has_the_gradients_of_torchs_own() -> None:
+def test_rms_norm_has_the_same_gradients_as_torchs() -> None:
     norm = RMSNorm(8, eps=1e-3)
     nn.init.normal_(norm.weight)
     x, upstream = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 8)
@@ -242,13 +245,14 @@ def test_rms_norm_equals_its_formula() -> None:
     torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_of_bfloat16_is_computed_in_float32(weight_dtype: torch.dtype) -> None:
-    norm = RMSNorm(64).to(weight_dtype)
-    x = torch.randn(4, 64, dtype=torch.bfloat16) * 300
-    expected = plain_rms_norm(x.double(), torch.ones(64, dtype=torch.float64)).to(torch.bfloat16)
-    assert norm(x).dtype == torch.bfloat16
-    torch.testing.assert_close(norm(x), expected, rtol=0, atol=0)
+def test_rms_norm_of_bfloat16_is_computed_in_float32() -> None:
+    for weight_dtype in (torch.float32, torch.bfloat16):
+        with case(weight_dtype):
+            norm = RMSNorm(64).to(weight_dtype)
+            x = torch.randn(4, 64, dtype=torch.bfloat16) * 300
+            expected = plain_rms_norm(x.double(), torch.ones(64, dtype=torch.float64)).to(torch.bfloat16)
+            assert norm(x).dtype == torch.bfloat16
+            torch.testing.assert_close(norm(x), expected, rtol=0, atol=0)
 
 
 def test_rotation_turns_pairs_half_a_head_apart() -> None:
@@ -258,7 +262,7 @@ def test_rotation_turns_pairs_half_a_head_apart() -> None:
     torch.testing.assert_close(turned.double(), plain_rotation(x[0, :, 0].double(), 20.0), rtol=1e-5, atol=1e-6)
 
 
-def test_rotary_scores_depend_on_the_distance_alone() -> None:
+def test_rotary_scores_depend_only_on_the_distance() -> None:
     rotary = RotaryEmbedding(8, max_seq_len=40)
     cos, sin = rotary(40)
     query, key = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
@@ -270,7 +274,7 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     torch.testing.assert_close(score(7, 2), score(36, 31), rtol=1e-4, atol=1e-5)
 
 
-def test_rotary_tables_stay_float32_and_exact_whatever_the_module_is_cast_to() -> None:
+def test_rotary_tables_stay_float32_and_exact_after_any_cast_of_the_module() -> None:
     rotary = RotaryEmbedding(8, max_seq_len=5000)
     exact = rotary.cos.clone()
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
@@ -293,16 +297,12 @@ def test_queries_keep_their_precision_in_the_rotation_under_autocast() -> None:
     assert torch.equal(turned, apply_rotary(x.float(), cos, sin).bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("d_ff", "n_head", "hidden"),
-    [(1024, 8, 688), (30, 4, 20), (31, 4, 24), (3, 2, 2), (1, 8, 8), (96, 8, 64)],
-)
-def test_swiglu_width_is_two_thirds_of_d_ff_rounded_up_to_a_multiple_of_n_head(
-    d_ff: int, n_head: int, hidden: int
-) -> None:
-    config = GPTConfig(d_ff=d_ff, n_head=n_head, d_model=16 * n_head)
-    assert config.hidden_size == hidden
-    assert SwiGLU(config).gate_proj.weight.shape == (hidden, 16 * n_head)
+def test_swiglu_width_is_two_thirds_of_d_ff_rounded_up_to_a_multiple_of_n_head() -> None:
+    for d_ff, n_head, hidden in ((1024, 8, 688), (30, 4, 20), (31, 4, 24), (3, 2, 2), (1, 8, 8), (96, 8, 64)):
+        with case(d_ff, n_head, hidden):
+            config = GPTConfig(d_ff=d_ff, n_head=n_head, d_model=16 * n_head)
+            assert config.hidden_size == hidden
+            assert SwiGLU(config).gate_proj.weight.shape == (hidden, 16 * n_head)
 
 
 # Construction.
@@ -313,7 +313,7 @@ def test_a_config_resolves_key_value_heads_and_feed_forward_width() -> None:
     assert (config.n_kv_head, config.d_ff, config.max_seq_len) == (4, 128, 64)
 
 
-def test_defaults_are_those_of_the_model_section() -> None:
+def test_the_defaults_equal_those_of_the_model_section() -> None:
     section = ModelConfig().model_dump()
     config = GPTConfig()
     options = ("dropout", "tie_weights", "rope_base", "qk_norm", "ngram_order", "ngram_buckets")
@@ -350,9 +350,8 @@ def test_a_config_and_arguments_together_are_a_type_error() -> None:
         ReferenceTransformer({"n_layer": 2})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_a_bad_value_is_a_config_error_and_a_value_error() -> None:
+    for options, message in (
         ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, not 0"),
         ({"n_layer": True}, "n_layer"),
         ({"d_ff": 10.5}, "d_ff"),
@@ -365,12 +364,11 @@ def test_a_config_and_arguments_together_are_a_type_error() -> None:
         ({"ngram_order": 0}, "ngram_order must be a whole number of at least 1, not 0"),
         ({"ngram_buckets": 0}, "ngram_buckets"),
         ({"ngram_order": 17, "block_size": 16}, "ngram_order 17 exceeds block_size 16"),
-    ],
-)
-def test_a_bad_value_is_a_config_error_and_a_value_error(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        ReferenceTransformer(**options)
-    assert isinstance(caught.value, ValueError)
+    ):
+        with case(options, message):
+            with pytest.raises(ConfigError, match=message) as caught:
+                ReferenceTransformer(**options)
+            assert isinstance(caught.value, ValueError)
 
 
 def test_the_model_section_of_a_config_builds_the_model() -> None:
@@ -442,7 +440,7 @@ def test_frozen_weights_are_left_out_of_the_trainable_count() -> None:
     assert model.num_parameters(trainable_only=True) == model.num_parameters() - TINY["d_model"]
 
 
-def test_a_tied_model_survives_a_state_that_is_assigned() -> None:
+def test_a_tied_model_stays_tied_when_a_state_is_assigned() -> None:
     model, source = tiny(1), tiny(2)
     model.load_state_dict(source.state_dict(), assign=True)
     assert model.lm_head.weight is model.transformer["wte"].weight
@@ -463,7 +461,7 @@ def test_an_untied_model_takes_the_state_of_a_tied_one() -> None:
 # Behaviour.
 
 
-def test_labels_bring_the_mean_cross_entropy() -> None:
+def test_with_labels_the_loss_is_the_mean_cross_entropy() -> None:
     model, ids = tiny(), tokens()
     assert model(ids)["loss"] is None
     labels = ids.roll(-1, 1)
@@ -474,7 +472,7 @@ def test_labels_bring_the_mean_cross_entropy() -> None:
     torch.testing.assert_close(model(ids, ids[:, 1:])["loss"], expected)
 
 
-def test_the_loss_starts_near_that_of_a_uniform_guess() -> None:
+def test_the_first_loss_is_near_that_of_a_uniform_guess() -> None:
     ids = tokens()
     assert tiny()(ids, ids.roll(-1, 1))["loss"].item() == pytest.approx(math.log(TINY["vocab_size"]), abs=0.1)
 
@@ -508,18 +506,19 @@ def test_right_padding_needs_no_mask() -> None:
     torch.testing.assert_close(model(padded, attention_mask=mask)["logits"][:, :9], expected)
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
-def test_left_padding_with_a_mask_equals_no_padding(mask_dtype: torch.dtype) -> None:
-    model, ids = tiny(), tokens(length=9)
-    enlarge(model)
-    padded = torch.cat((torch.full((2, 3), 5), ids), 1)
-    mask = (torch.arange(12).expand(2, 12) >= 3).to(mask_dtype)
-    torch.testing.assert_close(
-        model(padded, attention_mask=mask)["logits"][:, 3:], model(ids)["logits"], rtol=1e-4, atol=1e-4
-    )
+def test_left_padding_with_a_mask_equals_no_padding() -> None:
+    for mask_dtype in (torch.bool, torch.int64, torch.float32):
+        with case(mask_dtype):
+            model, ids = tiny(), tokens(length=9)
+            enlarge(model)
+            padded = torch.cat((torch.full((2, 3), 5), ids), 1)
+            mask = (torch.arange(12).expand(2, 12) >= 3).to(mask_dtype)
+            torch.testing.assert_close(
+                model(padded, attention_mask=mask)["logits"][:, 3:], model(ids)["logits"], rtol=1e-4, atol=1e-4
+            )
 
 
-# Two rows into which documents of these lengths are packed.
+# Two rows, each packed with documents of these lengths.
 PACKED = ((5, 4, 3), (1, 11))
 
 
@@ -528,7 +527,7 @@ def packed_ids() -> Tensor:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_packed_documents_with_a_mask_equal_documents_that_stand_alone(recompute: bool) -> None:
+def test_packed_documents_with_a_mask_equal_separate_documents(recompute: bool) -> None:
     packed, alone = tiny(), tiny()
     enlarge(packed)
     enlarge(alone)
@@ -585,7 +584,7 @@ def test_the_mask_is_made_once_for_all_layers() -> None:
     assert (masks[0].shape, masks[0].dtype) == ((2, 1, 12, 12), torch.bool)
 
 
-def test_a_row_of_nothing_but_padding_stays_finite() -> None:
+def test_a_row_of_only_padding_stays_finite() -> None:
     model, ids = tiny(), tokens()
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1] = False
@@ -596,7 +595,7 @@ def test_a_row_of_nothing_but_padding_stays_finite() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_shapes_that_do_not_fit_are_refused_with_both_sizes() -> None:
+def test_shapes_that_do_not_fit_are_refused_and_the_error_names_both() -> None:
     model = tiny()
     with pytest.raises(ValueError, match=r"17 tokens exceeds max_seq_len, 16"):
         model(tokens(length=17))
@@ -610,25 +609,26 @@ def test_shapes_that_do_not_fit_are_refused_with_both_sizes() -> None:
         model(tokens(), torch.zeros(2, 10, dtype=torch.long))
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_only_in_training() -> None:
     model, ids = tiny(dropout=0.5), tokens()
     assert not torch.equal(model(ids)["logits"], model(ids)["logits"])
     model.eval()
     assert torch.equal(model(ids)["logits"], model(ids)["logits"])
 
 
-@pytest.mark.parametrize("place", ["embedding", "attention", "residual"])
-def test_dropout_reaches_each_place(place: str) -> None:
-    model = tiny(dropout=0.5, n_layer=1)
-    block = model.blocks[0]
-    assert isinstance(block, TransformerBlock)
-    if place != "embedding":
-        model.transformer["drop"].eval()
-    if place != "attention":
-        block.attn.eval()
-    if place != "residual":
-        block.dropout.eval()
-    assert not torch.equal(model(tokens())["logits"], model(tokens())["logits"])
+def test_dropout_reaches_each_place() -> None:
+    for place in ("embedding", "attention", "residual"):
+        with case(place):
+            model = tiny(dropout=0.5, n_layer=1)
+            block = model.blocks[0]
+            assert isinstance(block, TransformerBlock)
+            if place != "embedding":
+                model.transformer["drop"].eval()
+            if place != "attention":
+                block.attn.eval()
+            if place != "residual":
+                block.dropout.eval()
+            assert not torch.equal(model(tokens())["logits"], model(tokens())["logits"])
 
 
 def test_three_updates_move_every_trainable_weight() -> None:
@@ -701,7 +701,7 @@ def count_attention_calls(model: ReferenceTransformer, backward: bool) -> int:
     return len(calls)
 
 
-def test_activations_are_recomputed_in_training_alone() -> None:
+def test_activations_are_recomputed_only_in_training() -> None:
     model = tiny()
     assert count_attention_calls(model, backward=True) == 2
     model.set_gradient_checkpointing(True)
@@ -713,7 +713,7 @@ def test_activations_are_recomputed_in_training_alone() -> None:
         assert count_attention_calls(model, backward=False) == 2
 
 
-def test_the_switch_reaches_every_block_and_returns_the_module() -> None:
+def test_gradient_checkpointing_reaches_every_block_and_returns_the_module() -> None:
     model = tiny()
     assert set_gradient_checkpointing(model) is model
     assert all(block.gradient_checkpointing for block in model.transformer["h"])
@@ -721,7 +721,7 @@ def test_the_switch_reaches_every_block_and_returns_the_module() -> None:
     assert not any(block.gradient_checkpointing for block in model.transformer["h"])
 
 
-def test_a_module_without_the_switch_is_an_attribute_error() -> None:
+def test_a_module_without_gradient_checkpointing_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Linear has no method set_gradient_checkpointing"):
         set_gradient_checkpointing(nn.Linear(1, 1))
 

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from speedtronic.optimizers.adamw import CautiousAdamW
 from speedtronic.optimizers.cautious import CautiousOptimizer, agreeing
 from speedtronic.optimizers.muon import Muon
+from tests.support.cases import case
 
 Base = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -71,7 +72,7 @@ values = st.lists(st.tuples(numbers, numbers), max_size=20)
 
 @settings(max_examples=50, deadline=None)
 @given(values)
-def test_what_is_kept_is_the_update_where_it_opposes_the_gradient(pairs: list[tuple[float, float]]) -> None:
+def test_the_mask_keeps_the_entries_that_oppose_the_gradient(pairs: list[tuple[float, float]]) -> None:
     update, gradient = torch.tensor(pairs, dtype=torch.float32).reshape(-1, 2).unbind(1)
     expected = [
         u if (u < 0 < g) or (g < 0 < u) else 0.0 for u, g in zip(update.tolist(), gradient.tolist(), strict=True)
@@ -81,24 +82,28 @@ def test_what_is_kept_is_the_update_where_it_opposes_the_gradient(pairs: list[tu
 
 @settings(max_examples=50, deadline=None)
 @given(values)
-def test_rescaling_is_by_all_entries_over_the_kept_ones_and_one(pairs: list[tuple[float, float]]) -> None:
+def test_the_rescale_factor_is_all_entries_over_kept_entries_plus_one(pairs: list[tuple[float, float]]) -> None:
     update, gradient = torch.tensor(pairs, dtype=torch.float64).clamp(-1e30, 1e30).reshape(-1, 2).unbind(1)
     kept = agreeing(update, gradient)
     alpha = len(pairs) / (int((kept != 0).sum()) + 1)
     torch.testing.assert_close(agreeing(update, gradient, rescale=True), kept * alpha, rtol=1e-14, atol=0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@RESCALE
-def test_the_mask_keeps_shape_and_dtype_and_leaves_its_arguments_alone(dtype: torch.dtype, rescale: bool) -> None:
-    update, gradient = torch.tensor([[1.0, -2.0], [3.0, -4.0]], dtype=dtype), torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
-    before = update.clone()
-    kept = agreeing(update, gradient, rescale=rescale)
-    assert kept.dtype == dtype
-    assert kept.shape == (2, 2)
-    expected = torch.tensor([[0.0, -2.0], [3.0, 0.0]]).double() * (4 / 3 if rescale else 1)
-    torch.testing.assert_close(kept.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
-    assert torch.equal(update, before)
+def test_the_mask_keeps_shape_and_dtype_and_does_not_change_its_arguments() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for rescale in (False, True):
+            with case(dtype, rescale):
+                update, gradient = (
+                    torch.tensor([[1.0, -2.0], [3.0, -4.0]], dtype=dtype),
+                    torch.tensor([[1.0, 1.0], [-1.0, 0.0]]),
+                )
+                before = update.clone()
+                kept = agreeing(update, gradient, rescale=rescale)
+                assert kept.dtype == dtype
+                assert kept.shape == (2, 2)
+                expected = torch.tensor([[0.0, -2.0], [3.0, 0.0]]).double() * (4 / 3 if rescale else 1)
+                torch.testing.assert_close(kept.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
+                assert torch.equal(update, before)
 
 
 def test_the_smallest_numbers_still_have_a_sign() -> None:
@@ -106,7 +111,7 @@ def test_the_smallest_numbers_still_have_a_sign() -> None:
     assert torch.equal(agreeing(update, gradient), torch.tensor([1e-40, 0.0]))
 
 
-def test_an_update_that_is_not_a_number_is_not_hidden() -> None:
+def test_a_nan_in_the_update_is_kept() -> None:
     nan = float("nan")
     assert agreeing(torch.tensor([nan, nan, 1.0]), torch.tensor([1.0, 0.0, -1.0])).isnan().tolist() == [
         True,
@@ -118,42 +123,44 @@ def test_an_update_that_is_not_a_number_is_not_hidden() -> None:
 # ---------------------------------------------------------------------- the wrapper
 
 
-@RESCALE
 @ANY_BASE
-def test_it_keeps_of_any_base_what_opposes_the_gradient(name: str, rescale: bool) -> None:
-    weights = some_weights()
-    optimizer = CautiousOptimizer(BASES[name](weights), rescale=rescale)
-    twins = some_weights()
-    twin = BASES[name](twins)
-    (group,) = twin.param_groups
-    decay = group["lr"] * group["weight_decay"] if name in DECOUPLED else 0.0
-    if name in DECOUPLED:
-        group["weight_decay"] = 0.0
-    for step in range(20):
-        before = [weight.detach().double() for weight in weights]
-        with torch.no_grad():
-            for own, other in zip(weights, twins, strict=True):
-                other.copy_(own)
-        give_gradients(weights, step)
-        give_gradients(twins, step)
-        optimizer.step()
-        twin.step()
-        for old, new, moved in zip(before, weights, twins, strict=True):
-            change = moved.detach().double() - old
-            assert new.grad is not None
-            kept = (change * new.grad < 0).double()
-            expected = (1 - decay) * old + change * kept * (kept.numel() / (kept.sum() + 1) if rescale else 1.0)
-            torch.testing.assert_close(new.detach().double(), expected, rtol=1e-6, atol=1e-6)
+def test_it_keeps_the_entries_of_any_bases_change_that_oppose_the_gradient(name: str) -> None:
+    for rescale in (False, True):
+        with case(rescale):
+            weights = some_weights()
+            optimizer = CautiousOptimizer(BASES[name](weights), rescale=rescale)
+            twins = some_weights()
+            twin = BASES[name](twins)
+            (group,) = twin.param_groups
+            decay = group["lr"] * group["weight_decay"] if name in DECOUPLED else 0.0
+            if name in DECOUPLED:
+                group["weight_decay"] = 0.0
+            for step in range(20):
+                before = [weight.detach().double() for weight in weights]
+                with torch.no_grad():
+                    for own, other in zip(weights, twins, strict=True):
+                        other.copy_(own)
+                give_gradients(weights, step)
+                give_gradients(twins, step)
+                optimizer.step()
+                twin.step()
+                for old, new, moved in zip(before, weights, twins, strict=True):
+                    change = moved.detach().double() - old
+                    assert new.grad is not None
+                    kept = (change * new.grad < 0).double()
+                    expected = (1 - decay) * old + change * kept * (kept.numel() / (kept.sum() + 1) if rescale else 1.0)
+                    torch.testing.assert_close(new.detach().double(), expected, rtol=1e-6, atol=1e-6)
 
 
-@RESCALE
-def test_over_adamw_it_is_cautious_adamw(rescale: bool) -> None:
-    options: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.3}
-    own = CautiousOptimizer(torch.optim.AdamW(some_weights(torch.float64), **options), rescale=rescale)
-    direct = CautiousAdamW(some_weights(torch.float64), **options, rescale=rescale)
-    train(own, 20)
-    train(direct, 20)
-    torch.testing.assert_close(weights_of(own), weights_of(direct), rtol=1e-11, atol=1e-12)
+def test_over_adamw_it_is_cautious_adamw() -> None:
+    for rescale in (False, True):
+        with case(rescale):
+            options: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.3}
+            own = CautiousOptimizer(torch.optim.AdamW(some_weights(torch.float64), **options), rescale=rescale)
+            direct = CautiousAdamW(some_weights(torch.float64), **options, rescale=rescale)
+            train(own, 20)
+            train(direct, 20)
+            torch.testing.assert_close(weights_of(own), weights_of(direct), rtol=1e-11, atol=1e-12)
 
 
 def test_over_muon_it_is_cautious_muon() -> None:
@@ -183,16 +190,17 @@ def test_over_sgd_it_is_the_formula() -> None:
     torch.testing.assert_close(weights_of(optimizer), plain, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "torch_muon", "nadam", "radam"])
-def test_decoupled_decay_reaches_a_weight_whose_update_is_masked(name: str) -> None:
-    weights = some_weights()
-    optimizer = CautiousOptimizer(BASES[name](weights))
-    before = weights_of(optimizer)
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    assert_equal(weights_of(optimizer), [old * (1 - 0.02 * 0.3) for old in before])
-    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+def test_decoupled_decay_reaches_a_weight_whose_update_is_masked() -> None:
+    for name in ("adamw", "muon", "torch_muon", "nadam", "radam"):
+        with case(name):
+            weights = some_weights()
+            optimizer = CautiousOptimizer(BASES[name](weights))
+            before = weights_of(optimizer)
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            assert_equal(weights_of(optimizer), [old * (1 - 0.02 * 0.3) for old in before])
+            assert optimizer.param_groups[0]["weight_decay"] == 0.3
 
 
 def test_the_decay_option_is_restored_after_a_step_that_fails() -> None:
@@ -222,17 +230,18 @@ def test_bf16_weights_move_down_their_gradient() -> None:
         assert any(not torch.equal(new, old) for new, old in zip(weights_of(optimizer), before, strict=True))
 
 
-@ANY_BASE
-def test_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
-    weights = some_weights()
-    optimizer = CautiousOptimizer(BASES[name](weights))
-    give_gradients(weights, 0)
-    weights[1].grad = None
-    before = weights_of(optimizer)
-    optimizer.step()
-    after = weights_of(optimizer)
-    assert torch.equal(after[1], before[1])
-    assert not torch.equal(after[0], before[0])
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    for name in BASES:
+        with case(name):
+            weights = some_weights()
+            optimizer = CautiousOptimizer(BASES[name](weights))
+            give_gradients(weights, 0)
+            weights[1].grad = None
+            before = weights_of(optimizer)
+            optimizer.step()
+            after = weights_of(optimizer)
+            assert torch.equal(after[1], before[1])
+            assert not torch.equal(after[0], before[0])
 
 
 def test_complex_parameters_and_sparse_gradients_are_refused_before_anything_changes() -> None:
@@ -262,47 +271,50 @@ def test_it_shares_the_objects_of_its_base() -> None:
     assert optimizer.state is base.state
 
 
-@ANY_BASE
-def test_its_state_dict_is_that_of_the_base(name: str) -> None:
-    optimizer, base = CautiousOptimizer(BASES[name](some_weights())), BASES[name](some_weights())
-    train(optimizer, 2)
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert saved.keys() == {"state", "param_groups"}
-    base.load_state_dict(saved)
-    other = CautiousOptimizer(BASES[name](some_weights()))
-    other.load_state_dict(copy.deepcopy(base.state_dict()))
-    with torch.no_grad():
-        for weight, trained in zip(other.param_groups[0]["params"], weights_of(optimizer), strict=True):
-            weight.copy_(trained)
-    train(optimizer, 2, first=2)
-    train(other, 2, first=2)
-    assert_equal(weights_of(other), weights_of(optimizer))
+def test_its_state_dict_is_the_bases() -> None:
+    for name in BASES:
+        with case(name):
+            optimizer, base = CautiousOptimizer(BASES[name](some_weights())), BASES[name](some_weights())
+            train(optimizer, 2)
+            saved = copy.deepcopy(optimizer.state_dict())
+            assert saved.keys() == {"state", "param_groups"}
+            base.load_state_dict(saved)
+            other = CautiousOptimizer(BASES[name](some_weights()))
+            other.load_state_dict(copy.deepcopy(base.state_dict()))
+            with torch.no_grad():
+                for weight, trained in zip(other.param_groups[0]["params"], weights_of(optimizer), strict=True):
+                    weight.copy_(trained)
+            train(optimizer, 2, first=2)
+            train(other, 2, first=2)
+            assert_equal(weights_of(other), weights_of(optimizer))
 
 
-# Adagrad makes its state when it is built, and cannot be without.
-@pytest.mark.parametrize("name", sorted(BASES.keys() - {"adagrad"}))
-def test_clearing_the_state_starts_the_base_over(name: str) -> None:
-    weights = some_weights()
-    optimizer = CautiousOptimizer(BASES[name](weights))
-    train(optimizer, 3)
-    optimizer.state.clear()
-    assert not optimizer.base.state
-    fresh = CautiousOptimizer(BASES[name](copy.deepcopy(weights)))
-    train(optimizer, 2)
-    train(fresh, 2)
-    assert_equal(weights_of(optimizer), weights_of(fresh))
+# Adagrad makes its state when it is built, and cannot step without it.
+def test_clearing_the_state_starts_the_base_over() -> None:
+    for name in sorted(BASES.keys() - {"adagrad"}):
+        with case(name):
+            weights = some_weights()
+            optimizer = CautiousOptimizer(BASES[name](weights))
+            train(optimizer, 3)
+            optimizer.state.clear()
+            assert not optimizer.base.state
+            fresh = CautiousOptimizer(BASES[name](copy.deepcopy(weights)))
+            train(optimizer, 2)
+            train(fresh, 2)
+            assert_equal(weights_of(optimizer), weights_of(fresh))
 
 
-@RESCALE
-def test_a_deep_copy_goes_on_alike_and_apart(rescale: bool) -> None:
-    optimizer = CautiousOptimizer(torch.optim.AdamW(some_weights()), rescale=rescale)
-    train(optimizer, 2)
-    before = weights_of(optimizer)
-    twin = copy.deepcopy(optimizer)
-    train(twin, 2, first=2)
-    assert_equal(weights_of(optimizer), before)
-    train(optimizer, 2, first=2)
-    assert_equal(weights_of(twin), weights_of(optimizer))
+def test_a_deep_copy_trains_the_same_way_and_separately() -> None:
+    for rescale in (False, True):
+        with case(rescale):
+            optimizer = CautiousOptimizer(torch.optim.AdamW(some_weights()), rescale=rescale)
+            train(optimizer, 2)
+            before = weights_of(optimizer)
+            twin = copy.deepcopy(optimizer)
+            train(twin, 2, first=2)
+            assert_equal(weights_of(optimizer), before)
+            train(optimizer, 2, first=2)
+            assert_equal(weights_of(twin), weights_of(optimizer))
 
 
 def test_a_schedule_sets_the_learning_rate_of_the_base() -> None:
@@ -405,8 +417,8 @@ def test_a_base_that_evaluates_more_than_once_may() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_step_that_overshoots_is_kept_since_it_went_down_the_gradient_it_started_with(set_to_none: bool) -> None:
-    """At 1.0 the slope of x² is 2; LBFGS goes to -0.5, where it is -1 and would disagree."""
+def test_a_step_that_overshoots_is_kept_because_it_went_down_the_first_gradient(set_to_none: bool) -> None:
+    """At 1.0 the slope of x² is 2. LBFGS goes to -0.5, where the slope is -1 and would disagree."""
     weight, twin = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     base = torch.optim.LBFGS([twin], lr=1.5, max_iter=2)
     optimizer = CautiousOptimizer(torch.optim.LBFGS([weight], lr=1.5, max_iter=2))

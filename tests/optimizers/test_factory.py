@@ -1,4 +1,4 @@
-"""Optimizers from a configuration: ownership, weight decay, fused construction and its fallback, every option set."""
+"""Optimizers from a configuration: ownership, weight decay, the fused kernel and its fallback, every option set."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from speedtronic.precision import PrecisionPlan
 from speedtronic.runtime import build_optimizer
 from speedtronic.trainer import Trainer
 from speedtronic.trainer.nonfinite import NonFiniteGuard
+from tests.support.cases import case
 from tests.support.foreign import tiny_model
 from tests.support.models import make_trainer
 
@@ -37,7 +38,7 @@ class Block(nn.Module):
 
 
 class ConvolutionalNet(nn.Module):
-    """Images (B, 1, 6, 6) to scores (B, 3), through a norm, hidden layers of which two are tied, and a frozen one."""
+    """Images (B, 1, 6, 6) to scores (B, 3), with a norm, two tied hidden layers, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,13 +177,13 @@ def test_a_step_equals_torch_adamw_with_the_same_groups() -> None:
 
 
 @pytest.mark.parametrize("cautious", [True, False])
-def test_compile_compiles_the_cautious_step_alone(monkeypatch: pytest.MonkeyPatch, cautious: bool) -> None:
+def test_compile_compiles_only_the_cautious_step(monkeypatch: pytest.MonkeyPatch, cautious: bool) -> None:
     monkeypatch.setattr(factory, "_cautious_step_compiles", lambda device: True)
     optimizer = build_adamw(Block(), section(cautious=cautious), CPU, compiled=True)
     assert vars(optimizer).get("compiled", False) is cautious
 
 
-def test_a_cautious_step_that_cannot_be_compiled_runs_without_and_says_so(
+def test_a_cautious_step_that_does_not_compile_runs_without_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: CautiousAdamW) -> None:
@@ -248,7 +249,7 @@ def test_muon_takes_its_options_from_the_config() -> None:
     assert {key: muon[key] for key in expected} == expected
 
 
-def test_the_rate_of_muon_follows_lr_and_the_first_group_has_that_of_lr() -> None:
+def test_the_rate_of_muon_defaults_to_lr_and_the_first_group_has_lr() -> None:
     rates = [group["lr"] for group in build_hybrid(Block(), section(name="muon", lr=0.02), CPU).param_groups]
     assert rates == [0.02, 0.02, 0.02]
     rates = [
@@ -280,7 +281,7 @@ def test_a_model_without_hidden_matrices_is_trained_by_adamw_and_a_warning_names
     assert "optimizer.name: adamw" in record.message
 
 
-def test_a_model_of_hidden_matrices_alone_has_one_group(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_only_hidden_matrices_has_one_group(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = build_hybrid(nn.Linear(2, 2, bias=False), section(name="muon"), CPU)
     assert [group["algorithm"] for group in optimizer.param_groups] == ["muon"]
     assert not caplog.records
@@ -347,7 +348,7 @@ def built(model: nn.Module, keys: dict[str, Any]) -> torch.optim.Optimizer:
 
 
 def convolutional() -> tuple[nn.Module, Tensor]:
-    """The net and a loss of it, the same each time."""
+    """The model and its loss, the same each time."""
     torch.manual_seed(0)
     model = ConvolutionalNet()
     return model, model(torch.randn(4, 1, 6, 6)).square().mean()
@@ -361,15 +362,16 @@ def reference() -> tuple[nn.Module, Tensor]:
 
 
 @every_option_set
-@pytest.mark.parametrize("make", [convolutional, reference])
-def test_one_update_moves_every_trainable_tensor_and_no_frozen_one(make: Any, keys: dict[str, Any]) -> None:
-    model, loss = make()
-    optimizer = built(model, keys)
-    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    loss.backward()
-    optimizer.step()
-    moved = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
-    assert moved == {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+def test_one_update_moves_every_trainable_tensor_and_no_frozen_one(keys: dict[str, Any]) -> None:
+    for make in (convolutional, reference):
+        with case(make):
+            model, loss = make()
+            optimizer = built(model, keys)
+            before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+            loss.backward()
+            optimizer.step()
+            moved = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
+            assert moved == {name for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
 @every_option_set
@@ -389,21 +391,22 @@ def test_a_tied_weight_is_moved_once(keys: dict[str, Any]) -> None:
 
 
 @every_option_set
-@pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_nan_gradient_changes_nothing(policy: Any, keys: dict[str, Any]) -> None:
-    model, loss = convolutional()
-    optimizer = built(model, keys)
-    loss.backward()
-    optimizer.step()
-    guard = NonFiniteGuard(policy, optimizer)
-    weights = copy.deepcopy(model.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.view(-1)[0] = float("nan")
-    guard.step(guard.inspect(torch.tensor(1.0), torch.tensor(float("nan"))))
-    torch.testing.assert_close(dict(model.state_dict()), dict(weights), rtol=0, atol=0)
-    torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+def test_a_nan_gradient_changes_nothing(keys: dict[str, Any]) -> None:
+    for policy in ("stop", "skip"):
+        with case(policy):
+            model, loss = convolutional()
+            optimizer = built(model, keys)
+            loss.backward()
+            optimizer.step()
+            guard = NonFiniteGuard(policy, optimizer)
+            weights = copy.deepcopy(model.state_dict())
+            state = copy.deepcopy(optimizer.state_dict())
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.view(-1)[0] = float("nan")
+            guard.step(guard.inspect(torch.tensor(1.0), torch.tensor(float("nan"))))
+            torch.testing.assert_close(dict(model.state_dict()), dict(weights), rtol=0, atol=0)
+            torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
 
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -427,7 +430,7 @@ def assert_same(first: nn.Module, second: nn.Module) -> None:
 
 
 class ResetsAfterTwo:
-    """A coordinator that asks for a reset after the second step, and notes how much state there was after each."""
+    """A coordinator that asks for a reset after the second step, and notes the size of the state after each step."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
@@ -449,7 +452,7 @@ class ResetsAfterTwo:
 
 
 @every_option_set
-def test_after_a_coordinators_reset_training_goes_on_as_with_a_new_optimizer(keys: dict[str, Any]) -> None:
+def test_after_a_coordinators_reset_training_continues_as_with_a_new_optimizer(keys: dict[str, Any]) -> None:
     coordinator = ResetsAfterTwo()
     model = convolutional()[0]
     trainer = classifier(model, keys, coordinator=coordinator)
@@ -464,7 +467,7 @@ def test_after_a_coordinators_reset_training_goes_on_as_with_a_new_optimizer(key
 
 
 @every_option_set
-def test_a_gradient_scaler_leaves_out_what_overflows_and_changes_nothing_else(keys: dict[str, Any]) -> None:
+def test_a_gradient_scaler_skips_overflows_and_changes_nothing_else(keys: dict[str, Any]) -> None:
     scaled, plain = convolutional()[0], convolutional()[0]
     assert classifier(scaled, keys, [IMAGES[0], INFINITE, IMAGES[1]], precision=SCALED).fit(2).steps == 2
     classifier(plain, keys).fit(2)

@@ -1,4 +1,4 @@
-"""Muon and AdamW as one optimizer: its arithmetic, and all that torch lets one do with an optimizer."""
+"""Muon and AdamW as one optimizer: its arithmetic, and everything else that torch expects of an optimizer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from speedtronic.optimizers.hybrid import HybridOptimizer
 from speedtronic.optimizers.muon import Muon
+from tests.support.cases import case
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -31,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Weights:
-    """Two matrices for Muon, a matrix and a vector for AdamW, and gradients that are functions of the step."""
+    """Two matrices for Muon, a matrix and a vector for AdamW, and gradients that depend only on the step."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
@@ -139,23 +140,33 @@ def test_it_equals_muon_and_torchs_adamw_side_by_side(fused: bool) -> None:
     assert_same(train(weights, hybrid), twin.copies())
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_reaches_its_algorithm(name: str) -> None:
-    weights, hybrid = build(**OPTIONS[name])
-    twin = Weights()
-    options = dict(OPTIONS[name])
-    expected = {**Muon([torch.zeros(1, 1)], 0.05).defaults, "weight_decay": 0.1}
-    expected["lr"] = options.get("muon_lr", 0.05)
-    expected["eps"] = options.get("muon_eps", 1e-7)
-    expected |= {key: value for key, value in options.items() if key in expected and key not in ("lr", "eps")}
-    group = hybrid.param_groups[2]
-    assert {key: group[key] for key in expected} == expected
-    adamw = hybrid.param_groups[0]
-    given = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": False, "cautious": False}
-    given |= {key: value for key, value in options.items() if key in given}
-    assert {key: adamw[key] for key in given} == given
-    after = train(weights, hybrid, range(2))
-    assert all(not torch.equal(tensor, parameter) for tensor, parameter in zip(after.values(), twin.all, strict=True))
+def test_every_option_reaches_its_algorithm() -> None:
+    for name in OPTIONS:
+        with case(name):
+            weights, hybrid = build(**OPTIONS[name])
+            twin = Weights()
+            options = dict(OPTIONS[name])
+            expected = {**Muon([torch.zeros(1, 1)], 0.05).defaults, "weight_decay": 0.1}
+            expected["lr"] = options.get("muon_lr", 0.05)
+            expected["eps"] = options.get("muon_eps", 1e-7)
+            expected |= {key: value for key, value in options.items() if key in expected and key not in ("lr", "eps")}
+            group = hybrid.param_groups[2]
+            assert {key: group[key] for key in expected} == expected
+            adamw = hybrid.param_groups[0]
+            given = {
+                "lr": 0.05,
+                "betas": (0.9, 0.95),
+                "eps": 1e-8,
+                "weight_decay": 0.1,
+                "fused": False,
+                "cautious": False,
+            }
+            given |= {key: value for key, value in options.items() if key in given}
+            assert {key: adamw[key] for key in given} == given
+            after = train(weights, hybrid, range(2))
+            assert all(
+                not torch.equal(tensor, parameter) for tensor, parameter in zip(after.values(), twin.all, strict=True)
+            )
 
 
 def test_the_pieces_of_a_fused_weight_are_orthogonalised_on_their_own() -> None:
@@ -184,16 +195,17 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
     assert len(optimizer.state) == 2
 
 
-@pytest.mark.parametrize("name", ["wide", "table", "bias"])
-def test_a_sparse_gradient_is_refused_before_anything_changes(name: str) -> None:
-    weights, optimizer = build()
-    before = weights.copies()
-    weights.set_gradients(0)
-    weights.by_name[name].grad = torch.ones_like(weights.by_name[name]).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    assert_same(weights.copies(), before)
-    assert not optimizer.state
+def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
+    for name in ("wide", "table", "bias"):
+        with case(name):
+            weights, optimizer = build()
+            before = weights.copies()
+            weights.set_gradients(0)
+            weights.by_name[name].grad = torch.ones_like(weights.by_name[name]).to_sparse()
+            with pytest.raises(RuntimeError, match="sparse"):
+                optimizer.step()
+            assert_same(weights.copies(), before)
+            assert not optimizer.state
 
 
 def test_a_complex_parameter_of_a_cautious_step_is_refused_before_anything_changes() -> None:
@@ -212,22 +224,23 @@ def test_a_complex_parameter_of_a_cautious_step_is_refused_before_anything_chang
 # ---------------------------------------------------------------- groups
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"algorithm": "sgd"}, {"algorithm": None}])
-def test_a_group_without_an_algorithm_is_refused(algorithm: dict[str, Any]) -> None:
-    weights, optimizer = build()
-    with pytest.raises(ValueError, match="algorithm must be 'muon' or 'adamw', not "):
-        HybridOptimizer([{"params": weights.all, **algorithm}])
-    with pytest.raises(ValueError, match="algorithm must be 'muon' or 'adamw', not "):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], **algorithm})
-    assert len(optimizer.param_groups) == 3
+def test_a_group_without_an_algorithm_is_refused() -> None:
+    for algorithm in ({}, {"algorithm": "sgd"}, {"algorithm": None}):
+        with case(algorithm):
+            weights, optimizer = build()
+            with pytest.raises(ValueError, match="algorithm must be 'muon' or 'adamw', not "):
+                HybridOptimizer([{"params": weights.all, **algorithm}])
+            with pytest.raises(ValueError, match="algorithm must be 'muon' or 'adamw', not "):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], **algorithm})
+            assert len(optimizer.param_groups) == 3
 
 
-def test_bare_parameters_name_no_algorithm_and_are_refused() -> None:
+def test_parameters_without_groups_name_no_algorithm_and_are_refused() -> None:
     with pytest.raises(ValueError, match="algorithm must be 'muon' or 'adamw', not None"):
         HybridOptimizer(Weights().all)  # type: ignore[arg-type]
 
 
-def test_what_muon_cannot_train_is_refused_by_its_name_and_leaves_the_optimizer_as_it_was() -> None:
+def test_a_parameter_that_muon_cannot_train_is_refused_by_name_and_the_optimizer_stays_as_it_was() -> None:
     named = [("embed.bias", nn.Parameter(torch.zeros(5)))]
     with pytest.raises(ValueError, match=r"embed\.bias has shape \(5,\)"):
         HybridOptimizer([{"params": named, "algorithm": "muon"}])
@@ -243,7 +256,7 @@ def test_what_muon_cannot_train_is_refused_by_its_name_and_leaves_the_optimizer_
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-def test_a_group_that_is_added_takes_the_defaults_of_its_algorithm_and_is_trained(algorithm: str) -> None:
+def test_an_added_group_gets_the_defaults_of_its_algorithm_and_is_trained(algorithm: str) -> None:
     _, optimizer = build(muon_lr=0.2, momentum=0.7)
     added = nn.Parameter(torch.ones(2, 3))
     optimizer.add_param_group({"params": added, "algorithm": algorithm, "weight_decay": 0.5})
@@ -255,14 +268,15 @@ def test_a_group_that_is_added_takes_the_defaults_of_its_algorithm_and_is_traine
     assert (added < 1).all()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"lr": -1.0}, {"muon_lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -0.1}]
-    + [{"momentum": 1.0}, {"ns_steps": 0}, {"scale": "half"}, {"coefficients": "cubic"}],
-)
-def test_an_option_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        build(**wrong)
+def test_an_option_out_of_range_is_refused() -> None:
+    for wrong in [{"lr": -1.0}, {"muon_lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -0.1}] + [
+        {"momentum": 1.0},
+        {"ns_steps": 0},
+        {"scale": "half"},
+        {"coefficients": "cubic"},
+    ]:
+        with case(wrong), pytest.raises(ValueError, match=r".+"):
+            build(**wrong)
 
 
 # ---------------------------------------------------------------- a real optimizer
@@ -347,18 +361,19 @@ def test_clearing_the_state_forgets_both_algorithms() -> None:
     assert_same(train(weights, optimizer, range(3, 6)), train(fresh, beginner, range(3, 6)))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_copy_goes_on_alike_and_apart(name: str) -> None:
-    weights, optimizer = build(**OPTIONS[name])
-    train(weights, optimizer, range(3))
-    twin, other = copy.deepcopy((weights, optimizer))
-    assert vars(other)["_step_supports_amp_scaling"] == vars(optimizer)["_step_supports_amp_scaling"]
-    before = weights.copies()
-    after = train(twin, other, range(3, 6))
-    assert_same(weights.copies(), before)
-    assert_same(train(weights, optimizer, range(3, 6)), after)
-    other.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "muon"})
-    assert len(optimizer.param_groups) == 3
+def test_a_copy_trains_the_same_way_and_separately() -> None:
+    for name in OPTIONS:
+        with case(name):
+            weights, optimizer = build(**OPTIONS[name])
+            train(weights, optimizer, range(3))
+            twin, other = copy.deepcopy((weights, optimizer))
+            assert vars(other)["_step_supports_amp_scaling"] == vars(optimizer)["_step_supports_amp_scaling"]
+            before = weights.copies()
+            after = train(twin, other, range(3, 6))
+            assert_same(weights.copies(), before)
+            assert_same(train(weights, optimizer, range(3, 6)), after)
+            other.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "muon"})
+            assert len(optimizer.param_groups) == 3
 
 
 # ---------------------------------------------------------------- state
@@ -376,20 +391,21 @@ def test_the_state_is_that_of_muon_and_of_adamw() -> None:
     assert [group["algorithm"] for group in state["param_groups"]] == ["adamw", "adamw", "muon"]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_saved_state_goes_on_bit_for_bit(name: str) -> None:
-    weights, optimizer = build(**OPTIONS[name])
-    train(weights, optimizer, range(3))
-    state = copy.deepcopy(optimizer.state_dict())
-    twin = Weights()
-    for own, other in zip(twin.all, weights.all, strict=True):
-        own.data.copy_(other.data)
-    restored = HybridOptimizer(twin.groups(), **{"lr": 0.05, **OPTIONS[name]})
-    restored.load_state_dict(state)
-    assert_same(train(twin, restored, range(3, 8)), train(weights, optimizer, range(3, 8)))
+def test_a_saved_state_continues_bit_for_bit() -> None:
+    for name in OPTIONS:
+        with case(name):
+            weights, optimizer = build(**OPTIONS[name])
+            train(weights, optimizer, range(3))
+            state = copy.deepcopy(optimizer.state_dict())
+            twin = Weights()
+            for own, other in zip(twin.all, weights.all, strict=True):
+                own.data.copy_(other.data)
+            restored = HybridOptimizer(twin.groups(), **{"lr": 0.05, **OPTIONS[name]})
+            restored.load_state_dict(state)
+            assert_same(train(twin, restored, range(3, 8)), train(weights, optimizer, range(3, 8)))
 
 
-def test_an_option_that_a_saved_state_lacks_is_that_of_the_arguments() -> None:
+def test_the_arguments_give_the_options_that_a_saved_state_lacks() -> None:
     weights, optimizer = build()
     train(weights, optimizer, range(1))
     state = optimizer.state_dict()
@@ -459,50 +475,53 @@ def test_the_state_of_parameters_of_other_shapes_is_refused(names: tuple[str, st
 # ---------------------------------------------------------------- overflow
 
 
-@pytest.mark.parametrize(("fused", "supported"), [(True, True), (False, False)])
-def test_it_obeys_a_verdict_on_the_device_exactly_when_fused(fused: bool, supported: bool) -> None:
-    assert vars(build(fused=fused)[1])["_step_supports_amp_scaling"] is supported
+def test_it_obeys_found_inf_on_the_device_only_if_fused() -> None:
+    for fused, supported in ((True, True), (False, False)):
+        with case(fused, supported):
+            assert vars(build(fused=fused)[1])["_step_supports_amp_scaling"] is supported
 
 
-def test_muon_alone_always_obeys_a_verdict_on_the_device() -> None:
+def test_only_muon_groups_always_obey_found_inf_on_the_device() -> None:
     optimizer = HybridOptimizer([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "muon"}])
     assert vars(optimizer)["_step_supports_amp_scaling"] is True
 
 
-@pytest.mark.parametrize("cautious", [False, True])
-def test_a_verdict_on_the_device_holds_the_step_back_bit_for_bit(cautious: bool) -> None:
-    weights, optimizer = build(fused=True, cautious=cautious)
-    train(weights, optimizer, range(2))
-    before, state = weights.copies(), copy.deepcopy(optimizer.state_dict()["state"])
-    weights.set_gradients(2)
-    for parameter in weights.all:
-        assert parameter.grad is not None
-        parameter.grad.view(-1)[0] = float("nan")
-    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
-    optimizer.step()
-    assert_same(weights.copies(), before)
-    assert_same(optimizer.state_dict()["state"], state)
-
-
-@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled before"])
-@pytest.mark.parametrize("cautious", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_gradient_scaler_works_and_skips_what_overflowed(fused: bool, cautious: bool, unscaled: bool) -> None:
-    weights, optimizer = build(fused=fused, cautious=cautious)
-    twin, plain = build(fused=fused, cautious=cautious)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.zeros(()))
-    for step in range(4):
-        weights.set_gradients(step, 1024.0)
-        if step == 2:
-            weights.by_name["table"].grad = torch.full((7, 3), float("inf"))
-        if unscaled:
-            scaler.unscale_(optimizer)
-        before = weights.copies()
-        scaler.step(optimizer)
-        if step == 2:
+def test_found_inf_on_the_device_skips_the_step_bit_for_bit() -> None:
+    for cautious in (False, True):
+        with case(cautious):
+            weights, optimizer = build(fused=True, cautious=cautious)
+            train(weights, optimizer, range(2))
+            before, state = weights.copies(), copy.deepcopy(optimizer.state_dict()["state"])
+            weights.set_gradients(2)
+            for parameter in weights.all:
+                assert parameter.grad is not None
+                parameter.grad.view(-1)[0] = float("nan")
+            optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+            optimizer.step()
             assert_same(weights.copies(), before)
-        else:
-            train(twin, plain, range(step, step + 1))
-        scaler.update(1024.0)
-    torch.testing.assert_close(weights.copies(), twin.copies(), rtol=1e-6, atol=1e-7)
+            assert_same(optimizer.state_dict()["state"], state)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_works_and_skips_steps_that_overflowed(fused: bool) -> None:
+    for unscaled in (False, True):
+        for cautious in (False, True):
+            with case(unscaled, cautious):
+                weights, optimizer = build(fused=fused, cautious=cautious)
+                twin, plain = build(fused=fused, cautious=cautious)
+                scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+                scaler.scale(torch.zeros(()))
+                for step in range(4):
+                    weights.set_gradients(step, 1024.0)
+                    if step == 2:
+                        weights.by_name["table"].grad = torch.full((7, 3), float("inf"))
+                    if unscaled:
+                        scaler.unscale_(optimizer)
+                    before = weights.copies()
+                    scaler.step(optimizer)
+                    if step == 2:
+                        assert_same(weights.copies(), before)
+                    else:
+                        train(twin, plain, range(step, step + 1))
+                    scaler.update(1024.0)
+                torch.testing.assert_close(weights.copies(), twin.copies(), rtol=1e-6, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Which parameters go to Muon and which to AdamW: names, roles, ties, splits, and models of others."""
+"""Which parameters go to Muon and which to AdamW: names, roles, ties, splits, and models of libraries."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from speedtronic.model import ReferenceTransformer
 from speedtronic.optimizers.routing import ParameterRouting, route_parameters
+from tests.support.cases import case
 from tests.support.foreign import tiny_model
 
 
@@ -65,13 +66,13 @@ def test_the_one_layer_reference_model_routes_seven_to_muon_and_four_to_adamw() 
     assert routing.splits == {}
 
 
-def test_an_untied_head_of_the_reference_model_is_adamws() -> None:
+def test_adamw_gets_an_untied_head_of_the_reference_model() -> None:
     model = ReferenceTransformer(vocab_size=32, block_size=8, n_layer=1, n_head=2, d_model=8, tie_weights=False)
     assert "lm_head.weight" in adamw(model)
     assert len(muon(model)) == 7
 
 
-def test_llama_of_hugging_face_routes_like_the_reference_model() -> None:
+def test_hugging_faces_llama_routes_like_the_reference_model() -> None:
     transformers = pytest.importorskip("transformers")
     model = tiny_model(transformers, "llama")
     assert len(muon(model)) == 2 * 7
@@ -87,14 +88,14 @@ def test_llama_of_hugging_face_routes_like_the_reference_model() -> None:
     ]
 
 
-def test_gpt2_of_hugging_face_has_no_linear_but_its_head_so_that_adamw_takes_all() -> None:
+def test_adamw_gets_all_of_hugging_faces_gpt2_whose_only_linear_is_its_head() -> None:
     transformers = pytest.importorskip("transformers")
     model = tiny_model(transformers, "gpt2")
     assert muon(model) == []
     assert len(adamw(model)) == len(list(model.parameters()))
 
 
-def test_bert_of_hugging_face_keeps_its_inner_outputs_hidden_and_its_head_is_tied() -> None:
+def test_hugging_faces_bert_has_hidden_inner_outputs_and_a_tied_head() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -107,13 +108,13 @@ def test_bert_of_hugging_face_keeps_its_inner_outputs_hidden_and_its_head_is_tie
     assert not [name for name in muon(model) if "decoder" in name or "embeddings" in name]
 
 
-def test_the_fused_projection_of_torchs_attention_is_adamws_and_its_linears_are_muons() -> None:
+def test_adamw_gets_the_fused_projection_of_torchs_attention_and_muon_gets_its_linears() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     assert muon(model) == ["self_attn.out_proj.weight", "linear1.weight", "linear2.weight"]
     assert "self_attn.in_proj_weight" in adamw(model)
 
 
-def test_convolutions_and_norms_are_adamws() -> None:
+def test_adamw_gets_convolutions_and_norms() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2))
     assert muon(model) == ["3.weight", "4.weight"]
     assert adamw(model) == ["0.weight", "0.bias", "1.weight", "1.bias", "3.bias", "4.bias"]
@@ -127,23 +128,22 @@ def test_in_a_model_without_names_every_linear_is_hidden() -> None:
 # ---------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_adamw_gets_a_linear_that_is_named_like_an_embedding_or_a_head() -> None:
+    for name in (
         *("embed", "embedding", "wte", "wpe", "lm_head", "classifier", "output", "output_proj"),
         *("score", "score_proj", "head", "LM_Head", "Classifier"),
-    ],
-)
-def test_a_linear_called_as_embeddings_and_heads_are_is_adamws(name: str) -> None:
-    assert muon(Named(**{name: nn.Linear(2, 3), "body": Named(**{name: nn.Linear(2, 3)})})) == []
+    ):
+        with case(name):
+            assert muon(Named(**{name: nn.Linear(2, 3), "body": Named(**{name: nn.Linear(2, 3)})})) == []
 
 
-@pytest.mark.parametrize("name", ["output_gate", "heads", "embed_mlp", "my_head", "scores", "out", "fc"])
-def test_a_name_must_be_one_of_the_list_whole(name: str) -> None:
-    assert muon(Named(**{name: nn.Linear(2, 3)})) == [f"{name}.weight"]
+def test_a_name_must_match_the_list_as_a_whole() -> None:
+    for name in ("output_gate", "heads", "embed_mlp", "my_head", "scores", "out", "fc"):
+        with case(name):
+            assert muon(Named(**{name: nn.Linear(2, 3)})) == [f"{name}.weight"]
 
 
-def test_numbers_behind_a_name_do_not_hide_it_and_names_do() -> None:
+def test_a_number_after_a_name_does_not_hide_it_but_another_name_does() -> None:
     model = Named(
         classifier=nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4)),
         head=nn.ModuleList([nn.Sequential(nn.Linear(2, 3))]),
@@ -152,7 +152,7 @@ def test_numbers_behind_a_name_do_not_hide_it_and_names_do() -> None:
     assert muon(model) == ["output.0.dense.weight"]
 
 
-def test_a_compiled_model_routes_as_the_plain_one() -> None:
+def test_a_compiled_model_routes_like_the_plain_one() -> None:
     model = Named(head=nn.Linear(2, 3), body=nn.Linear(2, 2))
     assert muon(torch.compile(model, backend="eager")) == ["_orig_mod.body.weight"]
 
@@ -160,14 +160,14 @@ def test_a_compiled_model_routes_as_the_plain_one() -> None:
 # ---------------------------------------------------------------- ties, frozen ones, matrices of one's own
 
 
-def test_a_weight_that_is_an_embeddings_too_is_adamws_whatever_the_head_is_called() -> None:
+def test_adamw_gets_a_weight_that_is_tied_to_an_embedding_for_any_name_of_the_head() -> None:
     model = Named(decoder=nn.Linear(4, 7, bias=False), tokens=nn.Embedding(7, 4))
     model.decoder.weight = model.tokens.weight
     assert names(route_parameters(model).adamw) == ["decoder.weight"]
     assert muon(model) == []
 
 
-def test_a_hidden_matrix_that_two_layers_share_is_muons_once() -> None:
+def test_muon_gets_a_hidden_matrix_that_two_layers_share_once() -> None:
     shared = nn.Linear(4, 4)
     assert muon(nn.Sequential(shared, nn.ReLU(), shared)) == ["0.weight"]
     model = Named(first=nn.Linear(4, 4), second=nn.Linear(4, 4), head=nn.Linear(4, 4))
@@ -184,7 +184,7 @@ def test_frozen_parameters_are_skipped_and_nothing_else_is() -> None:
     assert (names(routing.muon), names(routing.adamw)) == (["1.weight"], ["1.bias"])
 
 
-def test_each_parameter_is_in_one_place_in_the_models_order_and_is_the_models_own() -> None:
+def test_each_parameter_is_routed_once_in_the_models_order() -> None:
     model = ReferenceTransformer(vocab_size=32, block_size=8, n_layer=2, n_head=2, d_model=8)
     model.blocks[0].requires_grad_(False)
     routing = route_parameters(model)
@@ -197,7 +197,7 @@ def test_each_parameter_is_in_one_place_in_the_models_order_and_is_the_models_ow
         assert names(part) == [name for name in order if name in names(part)]
 
 
-def test_a_bare_matrix_of_a_module_is_adamws() -> None:
+def test_adamw_gets_a_bare_matrix_of_a_module() -> None:
     class Mixing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,14 +206,14 @@ def test_a_bare_matrix_of_a_module_is_adamws() -> None:
     assert (muon(Mixing()), adamw(Mixing())) == ([], ["weight"])
 
 
-def test_a_complex_linear_is_adamws() -> None:
+def test_adamw_gets_a_complex_linear() -> None:
     assert muon(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 2))) == ["1.weight"]
 
 
 # ---------------------------------------------------------------- roles
 
 
-def test_a_role_decides_over_the_name_and_over_the_kind_of_module() -> None:
+def test_a_role_overrides_the_name_and_the_kind_of_module() -> None:
     model = Named(
         head=with_role(nn.Linear(2, 3), "muon"),
         body=with_role(nn.Linear(2, 2), "adamw"),
@@ -228,27 +228,27 @@ def test_a_role_decides_over_the_name_and_over_the_kind_of_module() -> None:
     ]
 
 
-def test_a_role_is_that_of_all_modules_inside_and_the_innermost_counts() -> None:
+def test_a_role_holds_for_all_modules_inside_and_the_innermost_counts() -> None:
     inner = with_role(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "muon")
     model = with_role(Named(first=nn.Linear(2, 2), inner=inner), "adamw")
     assert muon(model) == ["inner.0.weight"]
     assert adamw(model) == ["first.weight", "first.bias", "inner.0.bias", "inner.1.weight", "inner.1.bias"]
 
 
-def test_muon_as_a_role_leaves_what_is_no_floating_matrix_with_adamw() -> None:
+def test_with_the_role_muon_adamw_still_gets_parameters_that_are_not_floating_matrices() -> None:
     model = with_role(nn.Sequential(nn.Conv1d(2, 2, 3), nn.Linear(2, 2, dtype=torch.complex64)), "muon")
     assert muon(model) == []
     assert len(adamw(model)) == 4
 
 
-def test_a_role_may_be_the_classes_own() -> None:
+def test_a_class_may_declare_a_role() -> None:
     class Expert(nn.Linear):
         _speedtronic_optimizer_role = "adamw"
 
     assert muon(nn.Sequential(Expert(2, 2), nn.Linear(2, 2))) == ["1.weight"]
 
 
-def test_a_role_of_a_tied_weight_counts_at_whichever_place_it_stands() -> None:
+def test_a_role_of_a_tied_weight_counts_at_any_of_its_places() -> None:
     model = Named(tokens=nn.Embedding(7, 4), decoder=with_role(nn.Linear(4, 7, bias=False), "muon"))
     model.decoder.weight = model.tokens.weight
     assert muon(model) == ["tokens.weight"]
@@ -256,12 +256,13 @@ def test_a_role_of_a_tied_weight_counts_at_whichever_place_it_stands() -> None:
     assert muon(model) == []
 
 
-@pytest.mark.parametrize("role", ["sgd", "Muon", "", None, 1, ["muon"]])
-def test_another_role_is_an_error_that_names_module_and_value(role: object) -> None:
-    model = Named(blocks=nn.Sequential(with_role(nn.Linear(2, 2), role)))
-    with pytest.raises(ValueError, match=r"module 'blocks\.0': _speedtronic_optimizer_role is ") as caught:
-        route_parameters(model)
-    assert repr(role) in str(caught.value)
+def test_an_unknown_role_is_an_error_that_names_module_and_value() -> None:
+    for role in ("sgd", "Muon", "", None, 1, ["muon"]):
+        with case(role):
+            model = Named(blocks=nn.Sequential(with_role(nn.Linear(2, 2), role)))
+            with pytest.raises(ValueError, match=r"module 'blocks\.0': _speedtronic_optimizer_role is ") as caught:
+                route_parameters(model)
+            assert repr(role) in str(caught.value)
 
 
 def test_a_wrong_role_of_the_model_itself_names_its_class() -> None:
@@ -277,10 +278,11 @@ def test_a_fused_weight_declares_its_pieces() -> None:
     assert route_parameters(model).splits == {"qkv.weight": (4, 2, 2)}
 
 
-@pytest.mark.parametrize("split", [(4, 2), (4, 4, 4), (8, 0), (9, -1), (4.0, 4.0)])
-def test_a_split_that_does_not_fit_its_weight_is_an_error_that_names_both(split: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match=r"module 'qkv': _speedtronic_muon_split is \(.*sum to the 8 rows"):
-        route_parameters(Named(qkv=with_split(nn.Linear(4, 8), *split)))
+def test_a_split_that_does_not_fit_its_weight_is_an_error_that_names_both() -> None:
+    for split in ((4, 2), (4, 4, 4), (8, 0), (9, -1), (4.0, 4.0)):
+        wrong = r"module 'qkv': _speedtronic_muon_split is \(.*sum to the 8 rows"
+        with case(split), pytest.raises(ValueError, match=wrong):
+            route_parameters(Named(qkv=with_split(nn.Linear(4, 8), *split)))
 
 
 def test_a_routing_has_no_splits_unless_given() -> None:

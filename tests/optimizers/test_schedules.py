@@ -64,7 +64,7 @@ def test_wsd_is_stable_until_its_decay_and_ends_at_the_floor() -> None:
     assert factor(100) == pytest.approx(0.0)
 
 
-def test_wsd_decays_over_the_last_fifth_unless_told_otherwise() -> None:
+def test_wsd_decays_over_the_last_fifth_by_default() -> None:
     factor = schedule(name="wsd", min_lr_ratio=0.0)
     assert factor(80) == pytest.approx(1.0)
     assert factor(90) == pytest.approx(0.5)

@@ -21,14 +21,14 @@ train_from_config({
     "optimizer": {"name": sys.argv[2], "cautious": sys.argv[3] == "cautious"},
     "logging": {"level": "ERROR"},
 }, resume=True)
-assert "torch._dynamo" not in sys.modules
-assert "sympy" not in sys.modules
+unused = {"torch._dynamo", "sympy", "speedtronic.distributed", "fsspec", "pyarrow", "datasets", "transformers", "rich"}
+assert not unused & sys.modules.keys(), unused & sys.modules.keys()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_that_compiles_nothing_does_not_import_the_compiler(name: str, tmp_path: Path) -> None:
+def test_a_run_does_not_import_the_compiler_or_what_else_it_does_not_use(name: str, tmp_path: Path) -> None:
     for form in ("plain", "cautious"):
         for _ in range(2):  # the second one resumes, and so loads an optimizer's state
             subprocess.run([sys.executable, "-c", RUN, str(tmp_path / form), name, form], check=True)

@@ -70,7 +70,7 @@ class Heard:
         return "\n".join(payload["message"] for payload in self.of("log"))
 
 
-_lives = itertools.count()
+_masters = itertools.count()
 
 
 def new_master(
@@ -82,14 +82,14 @@ def new_master(
     heard: Heard | None = None,
 ) -> Master:
     """A master that knows nothing yet, with nonces that no other master uses."""
-    life, attempts = next(_lives), itertools.count()
+    number, attempts = next(_masters), itertools.count()
     settings = settings or MasterSettings(expected_nodes=1)
     return Master(
         schema,
         {name: value.clone() for name, value in (INITIAL if initial is None else initial).items()},
         settings,
         new_outer=outer_optimizer(settings),
-        nonce=lambda: f"m{life}-{next(attempts)}",
+        nonce=lambda: f"m{number}-{next(attempts)}",
         clock=clock or Clock(),
         now=lambda: "2026-01-01T00:00:00.000+00:00",
         say=heard or Heard(),

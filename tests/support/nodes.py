@@ -70,11 +70,11 @@ class KilledError(Exception):
     """The process ended before this effect."""
 
 
-class Life:
+class NodeProcess:
     """A training process from its start: a node and its model.
 
     Args:
-        checkpoint: of an earlier life, to go on from; without one the model is new.
+        checkpoint: of an earlier process, to continue from; without one the model is new.
         budget: how many effects happen before the process is killed; None for all.
     """
 
@@ -107,7 +107,7 @@ class Life:
             now=lambda: "2031-05-06T07:08:09+00:00",
         )
         self.run(self.node.begin(None if checkpoint is None else checkpoint.state))
-        self.move_on()
+        self.continue_training()
 
     def run(self, procedure: Procedure[Any]) -> Any:
         """Perform a procedure, unless the process is killed on the way."""
@@ -141,7 +141,7 @@ class Life:
             self.node.give_snapshot(values, 1.5)
         return taken
 
-    def hand_over(self, steps: int = 2) -> str:
+    def train_and_send(self, steps: int = 2) -> str:
         """Train, and see the delta into the store."""
         self.train(steps)
         taken = self.boundary()
@@ -154,15 +154,15 @@ class Life:
         if install is not None:
             rebase_(self.model, install.new_base, install.base, adopt=install.adopt)
             self.node.installed(install)
-            self.move_on()
+            self.continue_training()
         return install
 
-    def take_up(self) -> Install | None:
+    def receive(self) -> Install | None:
         """Look for a version and install it."""
         self.run(self.node.poll())
         return self.install()
 
-    def move_on(self) -> None:
+    def continue_training(self) -> None:
         position = self.node.continue_at()
         if position is not None and position.step > self.step:
             self.step = position.step
@@ -173,7 +173,7 @@ class Life:
     def payloads(self, event: str) -> list[Mapping[str, Any]]:
         return [payload for name, payload in self.said if name == event]
 
-    def words(self, level: str) -> list[str]:
+    def logged(self, level: str) -> list[str]:
         return [payload["message"] for payload in self.payloads("log") if payload["level"] == level]
 
     @property
@@ -214,7 +214,7 @@ class AddingMaster:
         assert data is not None
         return unpack_tensors(data, self.schema.types())[0]
 
-    def take_in(self, *, refuse: bool = False, most: int = STEPS) -> int:
+    def apply_deltas(self, *, refuse: bool = False, most: int = STEPS) -> int:
         """Publish a version of all deltas that are there and follow on those before; return how many there were."""
         weights, marks, taken = self.weights, dict(self.head.marks), 0
         names = [entry.name for entry in perform(list_all("in/"), self.store)][:most]
@@ -283,14 +283,14 @@ class AddingMaster:
 
 
 def each_once(last: int) -> list[float]:
-    """The numbers of a model that has learnt from each step up to `last` once."""
+    """The numbers of a model that has learned from each step up to `last` once."""
     return [0.0] + [-1.0] * last + [0.0] * (STEPS - last)
 
 
-def started(codec: str = "fp32") -> tuple[MemoryStore, AddingMaster, Life]:
+def started(codec: str = "fp32") -> tuple[MemoryStore, AddingMaster, NodeProcess]:
     """A store with version 0, its master, and a node that has installed that."""
     store = MemoryStore()
     master = AddingMaster(store, codec=codec)
-    life = Life(store, MemoryFiles(), "s1", codec=codec)
-    life.take_up()
-    return store, master, life
+    process = NodeProcess(store, MemoryFiles(), "s1", codec=codec)
+    process.receive()
+    return store, master, process

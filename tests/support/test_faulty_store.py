@@ -24,7 +24,7 @@ def outcomes(seed: int, failing: float = 0.3, requests: int = 2000) -> tuple[lis
     return said, inner
 
 
-def test_the_asked_share_of_requests_fails_half_of_them_after_taking_effect() -> None:
+def test_the_configured_share_of_requests_fails_half_of_them_after_taking_effect() -> None:
     said, inner = outcomes(seed=1)
     failed = [index for index, what in enumerate(said) if what != "created"]
     took_effect = [index for index in failed if inner.get(f"in/{index}", limit=1)]

@@ -76,14 +76,14 @@ class Worker:
         )
         perform(self.node.begin(None), store, self.files)
 
-    def take_up(self) -> None:
+    def receive(self) -> None:
         perform(self.node.poll(), self.store, self.files)
         install = self.node.installable()
         assert install is not None
         rebase_(self.model, install.new_base, install.base, adopt=install.adopt)
         self.node.installed(install)
 
-    def hand_over(self) -> None:
+    def train_and_send(self) -> None:
         for _ in range(self.inner):
             train(self.model, self.optimizer, self.data, 1)
             self.step += 1
@@ -113,14 +113,14 @@ def together(
     loop.sync_once()
     workers = [Worker(store, number, make_optimizer, inner) for number in range(nodes)]
     for worker in workers:
-        worker.take_up()
+        worker.receive()
     for round_ in range(1, rounds + 1):
         for worker in workers:
-            worker.hand_over()
+            worker.train_and_send()
         assert loop.sync_once() == nodes
         assert loop.outer_step == round_
         for worker in workers:
-            worker.take_up()
+            worker.receive()
     model.load_state_dict(loop.snapshot())
     return model, workers, loop
 

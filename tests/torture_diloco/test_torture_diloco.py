@@ -120,17 +120,17 @@ def test_a_refused_delta_is_noticed(past: History) -> None:
 
 
 @pytest.mark.parametrize(("steps", "what"), [(15, "twice"), (5, "not at all")])
-def test_steps_that_two_deltas_hold_and_steps_that_none_holds_are_noticed(past: History, steps: int, what: str) -> None:
+def test_steps_in_two_deltas_and_steps_in_none_are_noticed(past: History, steps: int, what: str) -> None:
     assert f"a: {what} is in the weights" in faults(with_steps(past, "in/a/s/00000002.safetensors", steps))
 
 
-def test_a_node_that_was_not_heard_to_its_end_is_noticed(past: History) -> None:
+def test_a_node_whose_last_steps_are_missing_is_noticed(past: History) -> None:
     found = "\n".join(history.faults(past, NODES, WHOLE._replace(step=21)))
     assert "b: the deltas end at (20, 2000, 2000), and not at (21, 2000, 2000)" in found
     assert "the marks of a end at (20, 2000, 2000), and not at (21, 2000, 2000)" in found
 
 
-def test_weights_that_the_deltas_do_not_make_are_noticed(past: History) -> None:
+def test_weights_that_do_not_follow_from_the_deltas_are_noticed(past: History) -> None:
     moved = {name: tensor + 1e-3 for name, tensor in past.last.items()}
     assert history.distance(past._replace(last=moved), nodes=2) == pytest.approx(1e-3, rel=1e-3)
     one_is_missing = with_version(past, 3, applied=())

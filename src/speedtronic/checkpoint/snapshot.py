@@ -161,7 +161,7 @@ def read_trees(fs: FileSystem, directory: Path, manifest: Manifest) -> dict[str,
         trees = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{STATE_TREE} is damaged: {error}") from error
-    if not isinstance(trees, dict) or "state" not in trees:
+    if not isinstance(trees, dict) or not isinstance(trees.get("state"), dict):
         raise CheckpointError(f"{STATE_TREE} does not hold a state")
     return trees
 
@@ -172,8 +172,7 @@ def saved_parts(trees: Mapping[str, Any], *names: str) -> list[Any]:
     Raises:
         CheckpointError: a part is malformed, or holds a tensor.
     """
-    state = trees["state"] if isinstance(trees["state"], dict) else {}
-    return [decode(state.get(name), {}) for name in names]
+    return [decode(trees["state"].get(name), {}) for name in names]
 
 
 def stored_average(directory: Path, trees: Mapping[str, Any]) -> dict[str, StoredTensor]:
@@ -187,7 +186,7 @@ def stored_average(directory: Path, trees: Mapping[str, Any]) -> dict[str, Store
         CheckpointError: something in the average is not a plain tensor, or is missing from the file.
         OSError: the disk failed.
     """
-    average = trees["state"].get("ema") if isinstance(trees["state"], dict) else None
+    average = trees["state"].get("ema")
     if average is None:
         return {}
     if not isinstance(average, dict) or not all(map(_is_plain_tensor, average.values())):

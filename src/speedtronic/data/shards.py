@@ -209,6 +209,7 @@ class ShardSet:
         Raises:
             DataError: a file was shortened or removed after the set was opened.
         """
+        # The first shard that ends behind `start` holds it.
         number = bisect_right(self._ends, start)
         offset = start - (self._ends[number - 1] if number else 0)
         part = self._tokens(number)[offset : offset + len(out)]
@@ -235,6 +236,7 @@ class ShardSet:
         number = bisect_right(self._ends, max(start - 1, 0))
         while number < len(self.shards) and (before := self._ends[number] - self.shards[number].tokens) < stop - 1:
             ends = self._documents(number)
+            # The ends in [start, stop) of this shard, whose positions count from its own first token.
             low, high = ends.searchsorted(np.array([max(start - before, 0), stop - before], POSITION_DTYPE))
             if low < high:
                 starts.append(ends[low:high].astype(np.int64) + before)
@@ -247,6 +249,7 @@ class ShardSet:
         """Tokens of every document, separator included, in order; an array for each shard."""
         start = before = 0
         for number, shard in enumerate(self.shards):
+            # The first document of this shard may have begun in an earlier one, at `start`.
             ends = self._documents(number).astype(np.int64) + before
             yield np.diff(ends, prepend=start)
             if not self._fits_in_memory:

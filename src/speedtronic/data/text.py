@@ -58,6 +58,7 @@ def read_pieces(path: Path, limit: int | None = None) -> Iterator[bytes]:
             read = file.read(min(_PIECE, end - position))
             if not read:
                 return
+            # A character may continue in the next piece: its first bytes are kept as `rest`.
             piece = rest + read
             start = position - len(rest)
             position += len(read)

@@ -324,6 +324,8 @@ class _Session:
         """Take the node's folder, restore the node, start the threads, and wait for a first look."""
         config = self._config
         deadline = self._clock() + wait
+
+        # The folder and the files in it. Locked first, so that a second node of this name touches nothing.
         name = resolve_node_id(config.node_id, self._state_dir)
         folder = node_folder(self._state_dir, self._store.url, name)
         self._stack.enter_context(NodeLock(folder))
@@ -332,6 +334,8 @@ class _Session:
         except OSError as error:
             raise RunFolderError(f"{folder}: {error.strerror or error}; set distributed.state_dir") from error
         self._stack.callback(self._files.close)
+
+        # The node, restored from the checkpoint's state and from the disk. Nothing remote is asked before that.
         self.node = Node(
             self._schema,
             node=name,
@@ -359,6 +363,8 @@ class _Session:
                 self._log("WARNING", f"{self._store.url}: no answer after {wait:g} s; training starts without it")
         else:
             self._polling.attempt()
+
+        # A store that refuses the first look will refuse the others: the run ends instead of training alone.
         if self._refusal is not None:
             raise self._refusal
         self._boundary_at = self._clock()
@@ -406,6 +412,7 @@ class _Session:
         deadline = self._clock() + timeout
         self._stopping.set()
         ended = [thread.stop(max(0.0, deadline - self._clock())) for thread in self._threads]
+        # From here on a thread that still hangs in a request can neither log nor touch the files.
         self._over = True
         self._stack.close()
         if self._owns_store and all(ended):
@@ -428,6 +435,7 @@ class _Session:
     def _boundary(self, *, last: bool = False) -> bool:
         if self.node.start_boundary(last=last) != "queued":
             return False
+        # The only thing that the training thread waits for: a copy of the weights into memory of the CPU.
         values = snapshot(self._model, self.node.spare(), names=self.node.exchanged)
         now = self._clock()
         self.node.give_snapshot(values, now - self._boundary_at)

@@ -325,6 +325,7 @@ class _Round:
     def add(self, delta: Delta, age: float, schema: Schema, weights: Tensors) -> None:
         """Add up a delta of an age in rounds. `weights` are those of the head."""
         header = delta.header
+        # w = n · (1 + r)^(-1/2), with n in units of the first delta's n, so that equal nodes weigh exactly 1.
         n = per_step(header)
         self.unit = self.unit or n
         self.per_step[header.node] = n
@@ -337,6 +338,7 @@ class _Round:
             # What the buffer changed by. Zero where it is equal, also for the infinite values of a mask.
             local, value = delta.buffers[name], weights[name]
             self._add(name, (local - value).masked_fill_(local == value, 0.0), weight)
+        # Integer buffers cannot be averaged: the delta with the newest base gives them.
         if header.base_version >= self.newest_base:
             self.newest_base = header.base_version
             self.newest = {name: delta.buffers[name].clone() for name in schema.names("newest")}
@@ -348,6 +350,7 @@ class _Round:
 
     def settle(self, delta: DeltaId, header: DeltaHeader | None, size: int, time: str, reason: str | None) -> None:
         """Note that a delta is processed: it was added up, or refused for a reason."""
+        # A refused delta advances the mark too: it is never looked at again.
         mark = self.mark(delta)
         moved: dict[str, Any] = {
             "seq": delta.seq,
@@ -372,6 +375,8 @@ class _Round:
 
     def mean(self, schema: Schema) -> Tensors:
         """The weighted means, in the memory of the sums: of deltas over nodes, of buffers over all that was sent."""
+        # Deltas of one node add up to one larger step, so Δ is divided by a weight per node. Buffers are values, not
+        # steps, so they are divided by a weight per delta.
         sent = sum(sum(weights) for weights in self.weights_of.values())
         averages = set(schema.names("average"))
         return {name: total.div_(sent if name in averages else self.weight) for name, total in self.sum.items()}
@@ -380,6 +385,7 @@ class _Round:
         """f: the weight of this round, as a fraction of a whole one's: all nodes, each with the median n, at r = 0."""
         if self.unit is None:
             return 0.0
+        # The nodes of this round tell their n themselves; of absent ones the last mark tells it.
         known = {node: mark.tokens_per_step for node, mark in recent_marks(self.head).items()} | self.per_step
         weight = self.weight * (self.unit / statistics.median(known.values()))
         return min(1.0, weight / expected_nodes(self.head, self.per_step, settings))
@@ -454,6 +460,8 @@ class Master:
             head = yield from self._load(head)
             self._log("INFO", f"continues from version {head.version} of the store")
             return
+
+        # The store is empty: commit the initial weights. Another master may do the same at this moment.
         nonce = self._nonce()
         weights = yield from publish_tensors(weights_name(0, nonce), self.weights)
         first = Manifest(
@@ -506,6 +514,8 @@ class Master:
         for name, value in unpack_blob(head.weights, weights, self._schema.types()).items():
             self.weights[name].copy_(value)
         del weights
+
+        # The outer optimizer continues with its momentum, unless the configuration now names another one.
         self.outer = self._new_outer(self._trained_weights())
         if head.outer.name != self.outer.name:
             self._log("WARNING", f"{self.outer.name} starts without the state of {head.outer.name}, used until now")
@@ -540,6 +550,7 @@ class Master:
         Returns:
             How many deltas entered.
         """
+        # The head: read again if the last publication did not end, or if another master made a version.
         if self._head is None:
             yield from self.adopt()
         elif (newer := (yield from find_head(self._head))) is not None:
@@ -547,11 +558,14 @@ class Master:
         head = self._head
         assert head is not None, "adopted"
 
+        # The deltas: processed ones are deleted, also those that an earlier master left.
         entries = yield from list_all(DELTAS)
         yield from self._tidy(sweep(entries, head))
         candidates = self._candidates(entries, head)
         if not self._is_due(candidates, head):
             return 0
+
+        # The round: each candidate enters or is refused, one at a time, in the order of its identity.
         round_ = _Round(head)
         for candidate in candidates[:_MOST_IN_A_VERSION]:
             yield from self._process(candidate, round_)
@@ -577,6 +591,7 @@ class Master:
             delta: suspect for delta, suspect in self._suspects.items() if (delta.node, delta.session) in listed
         }
 
+        # Numbers have no gaps in a session, so the walk starts after the mark and stops at the first missing one.
         candidates: list[_Candidate] = []
         for (node, session), copies in sorted(listed.items()):
             last = max(copies)
@@ -604,6 +619,7 @@ class Master:
         if not present:
             self._waiting_since = None
             return False
+        # Grace is measured from the first look at which deltas waited.
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         needed = quorum(head, present, self._settings)
@@ -626,7 +642,7 @@ class Master:
         """Let a delta enter the round, or refuse it, if all before it in its session are processed."""
         delta, head = candidate.delta, round_.head
         if round_.mark(delta).seq + 1 != delta.seq:
-            return
+            return  # one before it may still come
         fetched = yield from self._fetch(candidate, head)
         if fetched is None:
             return
@@ -639,6 +655,7 @@ class Master:
                 # great number in its name would cost one version for each number of the gap.
                 delta = delta._replace(seq=max(delta.seq, candidate.listed - 1))
         else:
+            # Its age is counted in rounds, not in versions: a small quorum makes many versions of one round.
             header = outcome.header
             base = yield from self._recall(header.base_version)
             limit = self._settings.max_staleness
@@ -660,6 +677,7 @@ class Master:
             reason = f"{entries[0].size} bytes; a delta of this model has at most {self._limit}"
             return Refusal(reason, damaged=False), 0
         averages = {name: self.weights[name] for name in self._schema.names("average")}
+        # A node puts a copy under another name beside an object that its own upload tore.
         torn: str | None = None
         for copy in range(MOST_COPIES):
             data = yield from Get(copy_name(delta.name, copy), limit=self._limit)
@@ -703,6 +721,7 @@ class Master:
             momentum = (yield from publish_tensors(momentum_name(version, nonce), state)) if state else None
             outer = Outer(name=self.outer.name, scalars=dict(self.outer.scalars()))
 
+        # The manifest: marks, weights and momentum become true together, or not at all.
         rounds = head.rounds + fraction
         moved = {key: mark.model_copy(update={"rounds": rounds}) for key, mark in round_.marks.items()}
         manifest = Manifest(

@@ -249,6 +249,7 @@ class Node:
 
     def stepped(self, step: int) -> None:
         """Note that a global step is done; after its `count`."""
+        # A run may start at any step: progress is counted from the one before the first.
         if self._step is None:
             self._began = self._began._replace(step=step - 1)
             self._boundary = step - 1
@@ -312,6 +313,7 @@ class Node:
             prepared = self._prepared
             if prepared is None or self._snapshot is not None:
                 return None
+            # A new node joins where the others are: its own start is dropped, unless it is the version's.
             adopt = self._drops_local or (self._fresh and not prepared.is_base)
             return Install(dict(prepared.new_base), self._base, adopt, prepared.manifest, self._ahead)
 
@@ -325,9 +327,10 @@ class Node:
             self._version, self._rounds, self._fresh = manifest.version, manifest.rounds, False
             if install.adopt:
                 self._began = self._position()
-            if install.ahead is not None:
+            if install.ahead is not None:  # the data continues there: see `continue_at`
                 self._covered, self._last = install.ahead, None
             self._drops_local, self._ahead = False, None
+            # A still newer version may have been prepared meanwhile: it stays.
             if self._prepared is not None and self._prepared.manifest is manifest:
                 self._prepared = None
             pending = len(self._pending)
@@ -353,6 +356,7 @@ class Node:
             # What is unsent stays unsent: it moves along with the position.
             self._began = goal.since(self._position().since(self._began))
             self._step, self._samples, self._tokens = goal
+            # The next boundary is a full round away.
             self._boundary = goal.step
         self._log("INFO", f"the work of this node up to step {goal.step} is sent already; it continues from there")
         return goal
@@ -510,9 +514,13 @@ class Node:
         snapshot = self._snapshot
         if snapshot is None:
             return False
+
+        # The delta: from the base to the snapshot, encoded, with what the codec still owes from earlier deltas.
         delta = DeltaId(self.node, self.session, self._seq + 1)
         trained = snapshot.position.since(snapshot.began)
         data, decoded, residual = self._encode(delta, snapshot, trained)
+
+        # The spool. Until it is durable nothing has changed.
         try:
             yield from WriteFile(SPOOL, data)
         except OSError as error:
@@ -708,6 +716,7 @@ class Node:
         starts_over = first_look is not None and first_look.starts_over
         lost = frozenset[DeltaId]() if first_look is None else first_look.lost
         while True:
+            # Computed outside the lock, which is why it may have to be computed again.
             pending, prepared = self._pending, self._prepared
             kept = tuple(one for one in pending if one.id not in lost and not manifest.has_processed(one.id))
             if starts_over:
@@ -739,6 +748,7 @@ class Node:
         self._origin = first_look.origin
         self._last_seq = first_look.last_seq
         if first_look.starts_over:
+            # The model is on no version of this store, or behind what was sent: it adopts the next version.
             self._version, self._rounds, self._residual = None, 0.0, None
             self._drops_local, self._ahead = True, first_look.ahead
         else:
@@ -759,9 +769,11 @@ class Node:
                 continue
             old = before.get(key, UNMARKED)
             if session in self._sessions:
+                # At the first look, refusals of earlier sessions are old news.
                 if mark.rejected > old.rejected and (not is_first_look or session == self.session):
                     reason = mark.reason or "unknown"
                     self._say("delta_rejected", {"seq": mark.seq, "session": session, "reason": reason})
+            # A session that is not ours moves while we run: another machine has this node's name.
             elif not is_first_look and mark.seq > max(self._last_seq.get(session, 0), old.seq):
                 self._log_once(
                     "WARNING",

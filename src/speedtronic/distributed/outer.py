@@ -138,6 +138,7 @@ class DelayedNesterovOuterOptimizer(NesterovOuterOptimizer):
     @torch.no_grad()
     def step(self, state: Mapping[str, Tensor], delta: Mapping[str, Tensor], fraction: float = 1.0) -> None:
         _check_step(self._momentum, state, delta, fraction)
+        # The fractions of the rounds so far. A whole round lets the momentum move once.
         self._count += fraction
         round_is_over = self._count >= _WHOLE_ROUND
         if round_is_over:

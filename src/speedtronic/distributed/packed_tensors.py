@@ -180,6 +180,7 @@ class PackedTensors(Mapping[str, Tensor]):
         if size == 0:
             tensor = torch.empty(shape, dtype=dtype)
         else:
+            # A view where the memory is writable and aligned; else a copy.
             part = self._data[stored.begin : stored.begin + size]
             if part.readonly or stored.begin % dtype.itemsize:
                 part = memoryview(bytearray(part))
@@ -256,6 +257,7 @@ def _read_expected(
     if bytes(text) != _canonical_header(expected, canonical)[8:]:
         raise TensorFormatError(_first_difference(entries, expected))
 
+    # The header is the expected one, so the tensors lie one after the other in the order of the file.
     begin = 8 + len(text)
     found: dict[str, _StoredTensor] = {}
     for name in file_order(_without_values(expected)):

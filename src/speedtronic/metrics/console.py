@@ -56,6 +56,7 @@ class ConsoleStream:
         try:
             act(target)
         except (BrokenPipeError, ValueError):
+            # The reader has closed the pipe, or the file was closed.
             self._gone = True
             _discard_buffer(target)
         except OSError:

@@ -57,18 +57,21 @@ class HookThread:
         """
         call = _Call(self.hook, event, payload, self._failed, awaited=not self._behind)
         if threading.current_thread() is self._thread:
-            call.run()  # the hook itself sent this event, so its thread cannot wait for itself
-        elif not self._enqueue(call):
-            self._missed += 1
-            return
-        elif self._behind:
-            return
-        elif not self._wait_for(call):
-            self._warn(
-                f"hook {hook_name(self.hook)} takes too long, now on {event}: training no longer waits for it, so it "
-                "gets events late, and misses some if it falls far behind"
-            )
-            return
+            # The hook itself sent this event, and its thread cannot wait for itself.
+            call.run()
+        else:
+            if not self._enqueue(call):
+                self._missed += 1
+                return
+            if self._behind:
+                return  # nobody waits, and the hook's thread reports a failure
+            if not self._wait_for(call):
+                self._warn(
+                    f"hook {hook_name(self.hook)} takes too long, now on {event}: training no longer waits for it, so "
+                    "it gets events late, and misses some if it falls far behind"
+                )
+                return
+        # The call has ended in time, so its failure is reported here.
         call.raise_failure()
 
     def close(self) -> None:
@@ -102,6 +105,7 @@ class HookThread:
 
     def _wait_for(self, call: _Call) -> bool:
         """Wait for a call, for as long as the hook may still take; false if it did not return in that time."""
+        # What is left of the patience, and a share of the time since the hook was added.
         begin = time.monotonic()
         call.done.wait(self._patience + _SHARE * (begin - self._began) - self._taken)
         self._taken += time.monotonic() - begin

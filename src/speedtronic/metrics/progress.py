@@ -48,6 +48,7 @@ class ProgressSink:
         self._drawn_at = -math.inf
 
     def write(self, record: Record) -> None:
+        # The end of a run ends the live line first, so that its last record is an ordinary line.
         if record.event in _ENDS:
             self.close()
         if self._live is None:
@@ -56,6 +57,7 @@ class ProgressSink:
             self._move(record.payload)
         elif self._console.shows(record):
             self._live.console.print(format_line(record), markup=False, highlight=False, soft_wrap=True)
+        # The record that starts a run is an ordinary line too, and the live line follows it.
         if record.event == "train_start" and self._live is None and self._wanted(record):
             self._start(record.payload)
 
@@ -94,6 +96,7 @@ class ProgressSink:
         assert self._task is not None
         steps_left = self._target - payload["step"]
         self._live.update(self._task, completed=payload["step"], numbers=_numbers(payload, steps_left))
+        # Draw at most ten frames a second, and always the last one.
         now = self._clock()
         if now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or steps_left <= 0:
             self._drawn_at = now

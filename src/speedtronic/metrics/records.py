@@ -78,6 +78,7 @@ def _plain_value(value: Any, above: tuple[int, ...]) -> Any:
     """`above` holds the ids of the containers around the value."""
     if type(value) in _PLAIN_TYPES:
         return value
+    # Subclasses, such as an enum or a NumPy float, become the plain type.
     if isinstance(value, int):
         return int(value) if abs(value) < _LARGEST_INT else hex(value)
     if isinstance(value, float):

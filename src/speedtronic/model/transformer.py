@@ -215,6 +215,7 @@ class _EagerUnitRMS(torch.autograd.Function):
         if upstream is None:
             return None, None
         normal, scale = ctx.saved_tensors
+        # Σ dn · n; the -1 / width below makes it -mean(dn · n).
         along = torch.linalg.vecdot(upstream, normal).unsqueeze(-1)
         return torch.addcmul(upstream, normal, along, value=-1 / normal.size(-1)).mul_(scale), None
 
@@ -246,6 +247,7 @@ class RotaryEmbedding(nn.Module):
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         # Not every device has float64, so the tables are computed on the CPU.
+        # The angle of pair i at position t is t / base^(2i / E).
         exponents = torch.arange(0, self.head_size, 2, dtype=torch.float64, device="cpu") / self.head_size
         positions = torch.arange(self.max_seq_len, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, self.base**-exponents)
@@ -267,6 +269,7 @@ class RotaryEmbedding(nn.Module):
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys `(B, T, H, E)` by the tables of `RotaryEmbedding`, in float32; keeps their dtype."""
     half = x.size(-1) // 2
+    # A roll by half the width swaps the two halves, so each element meets the other one of its pair.
     return torch.addcmul(x * cos, x.roll(half, -1), sin).to(x.dtype)
 
 
@@ -336,6 +339,7 @@ class CausalSelfAttention(nn.Module):
             is_causal=allowed is None,
             enable_gqa=self.n_kv_head != self.n_head,
         )
+        # Put the heads side by side again: (B, T, D).
         out: Tensor = self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -482,12 +486,15 @@ class ReferenceTransformer(nn.Module):
         self._check_input(input_ids, attention_mask, document_ids)
         rotary = self.rotary(input_ids.size(1))
         allowed = _allowed(attention_mask, document_ids)
+        # Embed: (B, T) to (B, T, D).
         x = self.transformer["wte"](input_ids)
         if self.config.ngram_order > 1:
             x = x + self.transformer["ngrams"](input_ids, attention_mask, document_ids)
         x = self.transformer["drop"](x)
+        # All blocks share the rotary tables and the mask.
         for block in self.blocks:
             x = block(x, rotary, allowed)
+        # To the vocabulary: (B, T, D) to (B, T, V).
         logits: Tensor = self.lm_head(self.transformer["norm"](x))
         return {"logits": logits, "loss": None if labels is None else causal_cross_entropy(logits, labels)}
 
@@ -630,6 +637,7 @@ def _allowed(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tens
     if not limits:
         return None
     length = limits[0].size(-1)
+    # Row: query, column: key. The lower triangle is the past, its diagonal the query's own key.
     past = torch.ones(length, length, dtype=torch.bool, device=limits[0].device).tril()
     itself = past & past.triu()
     return reduce(torch.logical_and, limits, past) | itself

@@ -204,7 +204,8 @@ def adamw_step(
             found_inf=found_inf,
         )
         if cautious:
-            _cautious_update(weights, group, kernel, _Caution(rescale, compiled, grad_scale, found_inf))
+            caution = _Caution(rescale=rescale, compiled=compiled, grad_scale=grad_scale, found_inf=found_inf)
+            _cautious_update(weights, group, kernel, caution)
         else:
             kernel(
                 [weight.parameter for weight in weights],

@@ -207,8 +207,8 @@ def muon_step(
         if found_inf.item():
             return
         found_inf = None
-    pieces = [piece for group in groups for piece in _pieces(group, state)]
-    for stack in _stacks(pieces):
+    matrices = [matrix for group in groups for matrix in _matrices(group, state)]
+    for stack in _stacks(matrices):
         _step_stack(stack, grad_scale, found_inf)
 
 
@@ -284,7 +284,7 @@ class _Rule:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Matrix:
     """A matrix that is orthogonalised as one: a weight, or some rows of one. A step writes through these views."""
 
     weight: Tensor
@@ -310,7 +310,7 @@ def _check_parameter(parameter: Tensor, split: Sequence[int] | None) -> None:
         )
 
 
-def _pieces(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> Iterator[_Piece]:
+def _matrices(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, Any]]) -> Iterator[_Matrix]:
     """The matrices of a param group that have a gradient, cut by its `split`."""
     rule = _Rule(**{name: group[name] for name in _Rule.__dataclass_fields__})
     for parameter in group["params"]:
@@ -323,19 +323,19 @@ def _pieces(group: Mapping[str, Any], state: MutableMapping[Tensor, dict[str, An
         whole = (parameter, parameter.grad, own["momentum_buffer"])
         for weight, gradient, momentum in zip(*(torch.split(tensor, rows) for tensor in whole), strict=True):
             if weight.numel() > 0:
-                yield _Piece(weight, gradient, momentum, rule)
+                yield _Matrix(weight, gradient, momentum, rule)
 
 
 def _momentum_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _stacks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Group the pieces that step alike into as few stacks as the bound allows."""
-    kinds: dict[tuple[Any, ...], list[_Piece]] = defaultdict(list)
-    for piece in pieces:
-        weight, gradient = piece.weight, piece.gradient
-        kinds[piece.rule, weight.shape, weight.dtype, gradient.dtype, weight.device].append(piece)
+def _stacks(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
+    """Group the matrices that step alike into as few stacks as the bound allows."""
+    kinds: dict[tuple[Any, ...], list[_Matrix]] = defaultdict(list)
+    for matrix in matrices:
+        weight, gradient = matrix.weight, matrix.gradient
+        kinds[matrix.rule, weight.shape, weight.dtype, gradient.dtype, weight.device].append(matrix)
     for alike in kinds.values():
         weight = alike[0].weight
         room = max(1, _STACK_ELEMENTS.get(weight.device.type, _STACK_ELEMENTS_ELSEWHERE) // weight.numel())
@@ -348,12 +348,12 @@ def _stacks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 # ---------------------------------------------------------------------- the step of a stack
 
 
-def _step_stack(stack: Sequence[_Piece], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    """Step pieces of one kind, by the formula of the module's docstring."""
-    rule, weights, momenta = stack[0].rule, [piece.weight for piece in stack], [piece.momentum for piece in stack]
+def _step_stack(stack: Sequence[_Matrix], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Step the matrices of a stack, by the formula of the module's docstring."""
+    rule, weights, momenta = stack[0].rule, [matrix.weight for matrix in stack], [matrix.momentum for matrix in stack]
     device, dtype = momenta[0].device, momenta[0].dtype
     skip = None if found_inf is None else found_inf.to(device, non_blocking=True).reshape(()) > 0
-    gradient = torch.stack([piece.gradient for piece in stack]).to(dtype)
+    gradient = torch.stack([matrix.gradient for matrix in stack]).to(dtype)
     if grad_scale is not None:
         gradient /= grad_scale.to(device, non_blocking=True)
     # A step that must be skipped multiplies by one and adds -0.0: that changes no bit, not even those of a -0.0.
@@ -423,7 +423,7 @@ def check_saved_shapes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[
 
 
 def load_with_exact_momenta(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], check: Callable[[dict[str, Any]], None]
+    optimizer: WithoutDynamo, state_dict: dict[str, Any], check: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Load a state dict into `optimizer`, and keep the dtype of its momenta, which torch would round.
 
@@ -444,7 +444,7 @@ def load_with_exact_momenta(
     # Hooks of other code may change the state. This hook is the newest, so it runs last.
     handle = optimizer.register_load_state_dict_pre_hook(before_loading)
     try:
-        torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
+        WithoutDynamo.load_state_dict(optimizer, state_dict)
     finally:
         handle.remove()
     # torch has cast the momenta to the dtype of their parameters: put the saved ones in their place.

@@ -1,8 +1,8 @@
-"""torch's optimizer methods without the part of them that imports `torch._dynamo`.
+"""torch's optimizer methods, without the wrappers that import `torch._dynamo`.
 
-torch marks some methods of its optimizers for programs that compile an optimizer. The first call of a marked method
-imports `torch._dynamo`, and with it sympy and more: that takes as long as `import torch` itself, at the start of every
-run. A run compiles its model, and `CautiousAdamW` one formula, but never these methods. So here they are unmarked.
+torch wraps some methods of its optimizers for programs that compile an optimizer. The first call of such a method
+imports `torch._dynamo`, and with it sympy and more. That takes as long as `import torch` itself, at the start of every
+run. A run compiles its model, and `CautiousAdamW` one formula, but never these methods. So this module unwraps them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class WithoutDynamo(torch.optim.Optimizer):
-    """The base of this package's optimizers. To be named before a class of torch: `class A(WithoutDynamo, AdamW)`."""
+    """The base of this package's optimizers. It comes before a class of torch: `class A(WithoutDynamo, AdamW)`."""
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
@@ -24,6 +24,5 @@ class WithoutDynamo(torch.optim.Optimizer):
 class AdamW(WithoutDynamo, torch.optim.AdamW):
     """`torch.optim.AdamW`: the same steps, bit for bit, and the same state dict."""
 
-    # The wrapper that is left out also switches gradients off, unless the update itself is to be differentiable,
-    # which no run asks for.
+    # The wrapper also switches gradients off, except for a differentiable update, which no run asks for.
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))

@@ -48,7 +48,7 @@ def _arguments() -> argparse.Namespace:
 
 def _summary(tally: Tally, seconds: float) -> str:
     lines = [
-        f"{tally.schedules} schedules, {tally.effects} effects, {tally.lives} lives of processes, {tally.versions} "
+        f"{tally.schedules} schedules, {tally.effects} effects, {tally.starts} starts of processes, {tally.versions} "
         f"versions, {tally.deltas} deltas; {seconds:.0f} s, {tally.schedules / seconds:.0f} schedules a second"
     ]
     troubles = sorted(tally.troubles.items())

@@ -13,7 +13,7 @@ from speedtronic.distributed.stores.base import Entry, Listing
 
 @dataclass(slots=True)
 class Copy:
-    """One life of an object: a name may be created again after it was deleted."""
+    """One existence of an object: a name may be created again after it was deleted."""
 
     name: str
     data: bytes
@@ -44,13 +44,13 @@ class Bucket:
         self.page = page
         self.overwrites: tuple[str, ...] = ()
         self.now = 0
-        self.lives: dict[str, list[Copy]] = {}
+        self.history: dict[str, list[Copy]] = {}
         self.settled: dict[str, int] = {}
         self._sorted: list[str] = []
 
     def there(self, name: str) -> Copy | None:
-        lives = self.lives.get(name)
-        return lives[-1] if lives and lives[-1].deleted is None else None
+        copies = self.history.get(name)
+        return copies[-1] if copies and copies[-1].deleted is None else None
 
     def put(self, name: str, data: bytes, *, whole: bool = True) -> bool:
         there = self.there(name)
@@ -59,10 +59,10 @@ class Bucket:
         if there is not None:
             there.deleted = self.now
         copy = Copy(name, data, self.now, whole)
-        if name not in self.lives:
-            self.lives[name] = []
-            self._sorted = sorted(self.lives)
-        self.lives[name].append(copy)
+        if name not in self.history:
+            self.history[name] = []
+            self._sorted = sorted(self.history)
+        self.history[name].append(copy)
         self.watcher.created(copy)
         return True
 
@@ -80,7 +80,7 @@ class Bucket:
         seen = [
             Entry(name, len(copy.data))
             for name in self._sorted
-            if name > marker and name.startswith(prefix) and (copy := self._as_listed(self.lives[name])) is not None
+            if name > marker and name.startswith(prefix) and (copy := self._as_listed(self.history[name])) is not None
         ]
         return Listing(tuple(seen[: self.page]), len(seen) > self.page)
 
@@ -97,8 +97,8 @@ class Bucket:
     def names(self) -> list[str]:
         return [name for name in self._sorted if self.there(name) is not None]
 
-    def _as_listed(self, lives: list[Copy]) -> Copy | None:
-        last = lives[-1]
+    def _as_listed(self, copies: list[Copy]) -> Copy | None:
+        last = copies[-1]
         changed = last.created if last.deleted is None else last.deleted
         lags = self.now - changed < self.lag and not self._is_settled(last, changed) and self.choices.random() < 0.5
         if last.deleted is None:

@@ -31,7 +31,7 @@ class Tally:
 
     schedules: int = 0
     effects: int = 0
-    lives: int = 0
+    starts: int = 0
     versions: int = 0
     deltas: int = 0
     troubles: Counter[str] = field(default_factory=Counter)
@@ -40,7 +40,7 @@ class Tally:
     def add(self, other: Tally) -> None:
         self.schedules += other.schedules
         self.effects += other.effects
-        self.lives += other.lives
+        self.starts += other.starts
         self.versions += other.versions
         self.deltas += other.deltas
         self.troubles += other.troubles
@@ -58,7 +58,7 @@ def one(seed: int, tally: Tally) -> None:
         tally.failure = Failure(seed, f"{type(error).__name__}: {error} ({where.name})")
     tally.schedules += 1
     tally.effects += exploration.stage.effects
-    tally.lives += exploration.lives
+    tally.starts += exploration.starts
     tally.versions += len(exploration.truth.heads)
     tally.deltas += len(exploration.truth.committed)
     tally.troubles += exploration.stage.troubles

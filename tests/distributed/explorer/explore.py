@@ -106,7 +106,7 @@ class Exploration:
         self.truth.bucket = self.stage.bucket
         self.stage.on_write = self._written
         self.choices = self.stage.choices
-        self.lives = 0
+        self.starts = 0
         self.nodes = [self._node(index) for index in range(plan.nodes)]
         nonces = itertools.count()
         units = plan.nodes * plan.units_each
@@ -144,7 +144,7 @@ class Exploration:
         self._all_agree()
 
     def _start(self, machine: NodeMachine | MasterMachine) -> None:
-        self.lives += 1
+        self.starts += 1
         if isinstance(machine, MasterMachine):
             machine.start()
         else:
@@ -154,13 +154,13 @@ class Exploration:
         if self.choices.random() >= self.plan.faults.crash:
             return
         machine = self.choices.choice([*self.nodes, *self.masters])
-        if machine.life is None:
+        if machine.running is None:
             self._start(machine)
         elif isinstance(machine, MasterMachine):
             machine.crash()
         else:
             self._crash(machine)
-        if machine.life is None and self.choices.random() < 0.5:
+        if machine.running is None and self.choices.random() < 0.5:
             self._start(machine)
 
     def _crash(self, node: NodeMachine) -> None:
@@ -174,8 +174,8 @@ class Exploration:
             return
         committed = self.truth.spooled(process.name, data)
         node = next(node for node in self.nodes if node.name == process.name)
-        assert node.life is not None
-        node.life.committed(committed, self.truth.committed[committed].units)
+        assert node.running is not None
+        node.running.committed(committed, self.truth.committed[committed].units)
 
     # --- The end
 
@@ -185,7 +185,7 @@ class Exploration:
         for machine in [*self.nodes, *self.masters]:
             if isinstance(machine, MasterMachine) and machine.settings.synchronous:
                 self._no_longer_synchronous(machine)
-            if machine.life is None:
+            if machine.running is None:
                 self._start(machine)
         for _ in range(_LONGEST_CALM):
             self.stage.bucket.now += 10  # no need to wait long for a grace time
@@ -198,7 +198,7 @@ class Exploration:
 
     def _no_longer_synchronous(self, machine: MasterMachine) -> None:
         """A round of all would wait for ever for nodes that have nothing left to send."""
-        if machine.life is not None:
+        if machine.running is not None:
             machine.crash()
         machine.settings = dataclasses.replace(
             machine.settings, outer_lr=machine.settings.lr, outer_momentum=machine.settings.momentum, grace=1.0
@@ -222,16 +222,16 @@ class Exploration:
         ]
         waiting += [name for name in self.stage.bucket.names() if name.startswith("in/")]
         for machine in self.nodes:
-            assert machine.life is not None
-            if not machine.life.is_quiet(version):
-                waiting.append(f"{machine.name} at version {machine.life.node.version} of {version}")
+            assert machine.running is not None
+            if not machine.running.is_quiet(version):
+                waiting.append(f"{machine.name} at version {machine.running.node.version} of {version}")
         return waiting
 
     def _all_agree(self) -> None:
         """A node that has nothing to add holds the weights of the head."""
         weights = torch.as_tensor(self.truth.weights(len(self.truth.heads) - 1)[SLOTS])
         for machine in self.nodes:
-            assert machine.life is not None
-            off = float((machine.life.model.get_parameter(SLOTS).detach() - weights).abs().max())
+            assert machine.running is not None
+            off = float((machine.running.model.get_parameter(SLOTS).detach() - weights).abs().max())
             if off > 1e-5:
                 raise ScheduleError(f"{machine.name} is idle and differs from the head by {off:.3g}")

@@ -53,7 +53,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class NodeMachine:
-    """A node through all its lives.
+    """A node through all its restarts.
 
     Args:
         units: of all nodes.
@@ -78,20 +78,20 @@ class NodeMachine:
     waits_for_the_store: bool
     files: dict[str, bytes] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    lives: int = 0
-    life: NodeLife | None = None
+    starts: int = 0
+    running: RunningNode | None = None
 
     def new_session(self) -> str:
-        return f"s{self.lives:04d}"
+        return f"s{self.starts:04d}"
 
     def start(self, checkpoint: Checkpoint | None) -> None:
-        self.lives += 1
-        self.life = NodeLife(self, checkpoint)
+        self.starts += 1
+        self.running = RunningNode(self, checkpoint)
 
     def crash(self, choices: random.Random, *, new_disk: bool) -> None:
-        assert self.life is not None
-        self.stage.end(self.life.process)
-        self.life = None
+        assert self.running is not None
+        self.stage.end(self.running.process)
+        self.running = None
         if choices.random() < 0.1:
             self.checkpoints = self.checkpoints[:-1]  # the newest is damaged
         if choices.random() < 0.03:
@@ -110,8 +110,8 @@ class NodeMachine:
         return Span(self.name, self.first, self.count)
 
 
-class NodeLife:
-    """One process of a node: its training and its lanes."""
+class RunningNode:
+    """One process of a node: its training and its background threads."""
 
     def __init__(self, machine: NodeMachine, checkpoint: Checkpoint | None) -> None:
         self.machine = machine
@@ -127,15 +127,21 @@ class NodeLife:
         self.unsent = set[int]()
         self.pending: list[str] = []
         if checkpoint is not None:
-            self._take_up(checkpoint)
+            self._restore(checkpoint)
         self.seconds = 0.0
         self.begun = False
         self.looks = 0
         self.process = Process(machine.name, machine.files)
         self.process.tasks = [
             Task("trainer", self._training),
-            Task("spool", lambda: self._lane(self.node.spool()) if self.begun and self.node.has_snapshot else None),
-            Task("upload", lambda: self._lane(self.node.upload()) if self.begun and self.node.has_spooled else None),
+            Task(
+                "spool",
+                lambda: self._in_background(self.node.spool()) if self.begun and self.node.has_snapshot else None,
+            ),
+            Task(
+                "upload",
+                lambda: self._in_background(self.node.upload()) if self.begun and self.node.has_spooled else None,
+            ),
             Task("poll", lambda: self._look() if self.begun else None),
         ]
         self.node = Node(
@@ -151,7 +157,7 @@ class NodeLife:
         self.stage.processes.append(self.process)
         self.stage.note(f"{machine.name} starts as {self.node.session}, {'at' if checkpoint else 'new at'} {self.step}")
 
-    def _take_up(self, checkpoint: Checkpoint) -> None:
+    def _restore(self, checkpoint: Checkpoint) -> None:
         """What the node should know from its checkpoint: what is not sent yet, and what is sent and in no version."""
         truth, name = self.machine.truth, self.machine.name
         pending = [DeltaId(name, one["session"], one["seq"]).name for one in checkpoint.state["pending"]]
@@ -167,7 +173,7 @@ class NodeLife:
     def _heard(self, event: str, payload: Mapping[str, Any]) -> None:
         self.stage.note(f"{self.machine.name} says {event}: {payload.get('message', payload)}")
 
-    def _lane(self, procedure: Any) -> Work:
+    def _in_background(self, procedure: Any) -> Work:
         yield from procedure
 
     def _look(self) -> Work:
@@ -182,14 +188,14 @@ class NodeLife:
         while self.machine.waits_for_the_store and not self.looks:
             yield PAUSE
         self._install()
-        self._move_on()
+        self._continue_at()
         while True:
             if self.step < self.machine.count:
                 self._train()
             elif self.node.version is not None and self.node.unsent_steps > 0:
-                self._hand_over()
+                self._boundary()
             self._install()
-            self._move_on()
+            self._continue_at()
             yield PAUSE
             if not self.stage.calm and self.stage.choices.random() < self.machine.checkpoint_share:
                 while self.node.has_snapshot:
@@ -205,9 +211,9 @@ class NodeLife:
         self.node.count(1, self.machine.tokens)
         self.node.stepped(self.step)
         if self.node.wants_boundary():
-            self._hand_over()
+            self._boundary()
 
-    def _hand_over(self) -> None:
+    def _boundary(self) -> None:
         if self.node.start_boundary() == "queued":
             values = snapshot(self.model, into=self.node.spare(), names=self.node.exchanged)
             self.node.give_snapshot(values, self.seconds)
@@ -247,10 +253,10 @@ class NodeLife:
                 f"{off[unit]:.3g}, with {self.pending} pending and {sorted(self.unsent)} unsent"
             )
 
-    def _move_on(self) -> None:
+    def _continue_at(self) -> None:
         goal = self.node.continue_at()
         if goal is not None:
-            self.stage.note(f"{self.machine.name} goes on at {goal.step}, from {self.step}")
+            self.stage.note(f"{self.machine.name} continues at {goal.step}, from {self.step}")
             self.step = goal.step
 
     def _save(self) -> None:
@@ -272,7 +278,7 @@ class MasterMachine:
     buffers: bool
     settings: MasterSettings
     nonces: Iterator[int]
-    life: Process | None = None
+    running: Process | None = None
 
     def start(self) -> None:
         model = Counting(self.units, self.buffers)
@@ -286,18 +292,18 @@ class MasterMachine:
             now=lambda: f"t{self.stage.now}",
             say=lambda event, payload: self.stage.note(f"{self.name} says {event}: {payload.get('message', payload)}"),
         )
-        self.life = Process(self.name, {})
-        self.life.tasks = [Task("rounds", lambda: self._round(master))]
-        self.stage.processes.append(self.life)
+        self.running = Process(self.name, {})
+        self.running.tasks = [Task("rounds", lambda: self._round(master))]
+        self.stage.processes.append(self.running)
         self.stage.note(f"{self.name} starts")
 
     def _round(self, master: Master) -> Work:
         yield from master.poll()
 
     def crash(self) -> None:
-        assert self.life is not None
-        self.stage.end(self.life)
-        self.life = None
+        assert self.running is not None
+        self.stage.end(self.running)
+        self.running = None
 
 
 def _stems(names: set[str]) -> list[str]:

@@ -124,12 +124,12 @@ def _base_moved_on_acknowledgement(patch: pytest.MonkeyPatch) -> None:
 
 
 def _ledger_ignored(patch: pytest.MonkeyPatch) -> None:
-    """A restart from a checkpoint that is older than the spool, without a look at what was handed over since."""
+    """A restart from a checkpoint that is older than the spool, without a look at what was sent since."""
     patch.setattr(node, "is_ahead", lambda known, covered: False)
 
 
 def _momentum_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A master that begins anew with the momentum when it takes over."""
+    """A master that starts over with the momentum when it takes over."""
     read_version = Master._read_version
 
     def weights_only(self: Master, head: Manifest) -> Procedure[bool]:
@@ -141,7 +141,7 @@ def _momentum_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_look_back(patch: pytest.MonkeyPatch) -> None:
-    """A node on a new disk that does not ask the store what its earlier lives have sent."""
+    """A node on a new disk that does not ask the store what its earlier sessions have sent."""
 
     def nothing(*arguments: Any) -> Procedure[EarlierSessions]:
         yield from ()

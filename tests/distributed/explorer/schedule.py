@@ -50,7 +50,7 @@ Work = Generator[Effect | Pause, Any, None]
 
 
 class Task:
-    """One lane, or the training, of a process: does one piece of work after the other, an effect at a time."""
+    """A background thread, or the training, of a process: does its work one effect at a time."""
 
     def __init__(self, name: str, next_work: Callable[[], Work | None]) -> None:
         self.name = name

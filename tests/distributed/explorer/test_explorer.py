@@ -14,7 +14,7 @@ JOBS = 2
 TROUBLES = ("lost", "repeated", "failed", "late", "doubled", "torn", "no space", "crash", "new disk")
 
 
-def test_no_schedule_of_a_few_loses_or_doubles_anything() -> None:
+def test_no_random_schedule_loses_or_doubles_anything() -> None:
     assert several(range(25)).failure is None
 
 
@@ -29,13 +29,13 @@ def test_no_schedule_of_two_thousand_loses_or_doubles_anything() -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_protocol_without_one_of_its_rules_is_caught(name: str) -> None:
+def test_the_explorer_catches_a_protocol_that_lacks_one_rule(name: str) -> None:
     failure = several(range(SCHEDULES), name).failure
     assert failure is not None
     assert re.search(MUTANTS[name].noticed_as, failure.message), failure.message
 
 
-def test_a_schedule_is_the_same_each_time_that_its_seed_is_given() -> None:
+def test_a_seed_always_gives_the_same_schedule() -> None:
     first, second = story(17), story(17)
     assert first == second
     assert first.endswith("all is as it should be")

@@ -128,7 +128,7 @@ class Truth:
 
     def _copies(self, name: str) -> list[Copy]:
         stem = name.removesuffix(".safetensors")
-        return [copy for other, lives in self.bucket.lives.items() if other.startswith(stem) for copy in lives]
+        return [copy for other, copies in self.bucket.history.items() if other.startswith(stem) for copy in copies]
 
     def created(self, copy: Copy) -> None:
         if copy.name.startswith("head/"):

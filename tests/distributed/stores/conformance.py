@@ -42,7 +42,7 @@ class StoreConformance:
         assert not store.put_if_absent("head/00000001.json", b"")
         assert store.get("head/00000001.json", limit=100) == b"first"
 
-    def test_of_many_that_create_one_name_at_once_one_succeeds(self, store: Store) -> None:
+    def test_of_many_simultaneous_creations_one_succeeds(self, store: Store) -> None:
         created = [False] * 6
         together = threading.Barrier(len(created))
 
@@ -59,12 +59,12 @@ class StoreConformance:
         assert store.get("head/00000007.json", limit=100) == b"by %d" % created.index(True)
 
     @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-    def test_what_was_created_is_read_at_once(self, store: Store, kind: type[bytes]) -> None:
+    def test_a_created_object_is_readable_at_once(self, store: Store, kind: type[bytes]) -> None:
         data = bytes(range(256)) * 4096
         assert store.put_if_absent("in/node-a/s.1/00000001.safetensors", kind(data))
         assert store.get("in/node-a/s.1/00000001.safetensors", limit=len(data)) == data
 
-    def test_an_object_without_bytes_is_an_object(self, store: Store) -> None:
+    def test_an_empty_object_is_an_object(self, store: Store) -> None:
         assert store.put_if_absent("in/empty", b"")
         assert not store.put_if_absent("in/empty", b"")
         assert store.get("in/empty", limit=10) == b""
@@ -72,14 +72,14 @@ class StoreConformance:
         assert store.get("in/empty", limit=10, size=1) is None
         assert store.list_after("in/").entries == (("in/empty", 0),)
 
-    def test_what_is_not_there_is_none(self, store: Store) -> None:
+    def test_a_missing_object_is_none(self, store: Store) -> None:
         assert store.get("head/00000001.json", limit=100) is None
         store.put_if_absent("head/00000001.json", b"there")
         assert store.get("head/00000002.json", limit=100) is None
         assert store.get("head", limit=100) is None
         assert store.get("head/00000001.json/below", limit=100) is None
 
-    def test_what_is_not_as_expected_counts_as_absent(self, store: Store) -> None:
+    def test_an_unexpected_size_or_checksum_counts_as_absent(self, store: Store) -> None:
         data = b"0123456789"
         digest = hashlib.sha256(data).hexdigest()
         store.put_if_absent("w/1", data)
@@ -91,7 +91,7 @@ class StoreConformance:
         assert store.get("w/1", limit=100, size=11) is None
         assert store.get("w/1", limit=100, sha256=hashlib.sha256(b"other").hexdigest()) is None
 
-    def test_a_listing_goes_on_after_each_of_its_names_and_ascends_within_a_folder(self, store: Store) -> None:
+    def test_a_listing_continues_after_any_of_its_names_and_ascends_within_a_folder(self, store: Store) -> None:
         for name in NAMES:
             store.put_if_absent(name, name.encode())
         listing = store.list_after("")
@@ -144,7 +144,7 @@ class StoreConformance:
         assert [entry.name for page in pages for entry in page.entries] == names
         assert not store.list_after("head/", names[3]).more, "three are left, which is a page"
 
-    def test_what_was_deleted_is_gone_and_its_name_is_free(self, store: Store) -> None:
+    def test_a_deleted_object_is_gone_and_its_name_is_free(self, store: Store) -> None:
         store.put_if_absent("in/a/1", b"x")
         store.put_if_absent("in/a/2", b"y")
         store.delete("in/a/1")
@@ -158,7 +158,7 @@ class StoreConformance:
         assert store.get("in/a/1", limit=10) == b"z"
 
     @pytest.mark.parametrize("name", WRONG_NAMES)
-    def test_a_name_that_is_none_is_refused_by_every_method(self, store: Store, name: str) -> None:
+    def test_every_method_refuses_an_invalid_name(self, store: Store, name: str) -> None:
         with pytest.raises(ValueError, match="not a valid name"):
             store.put_if_absent(name, b"x")
         with pytest.raises(ValueError, match="not a valid name"):
@@ -167,7 +167,7 @@ class StoreConformance:
             store.delete(name)
 
     @pytest.mark.parametrize("prefix", ["/", "../", "head/..", "head//", ".unfinished", "a b"])
-    def test_a_prefix_that_no_name_has_is_refused(self, store: Store, prefix: str) -> None:
+    def test_an_invalid_prefix_is_refused(self, store: Store, prefix: str) -> None:
         with pytest.raises(ValueError, match="not a valid prefix"):
             store.list_after(prefix)
 
@@ -176,7 +176,7 @@ class StoreConformance:
         prove_exclusive(store)
         assert store.list_after("").entries == ()
 
-    def test_with_a_third_of_all_requests_failing_the_same_is_there_in_the_end(self, store: Store) -> None:
+    def test_the_result_is_the_same_when_a_third_of_the_requests_fail(self, store: Store) -> None:
         faulty = FaultyStore(store, Faults(seed=11, failing=0.3))
         reliable = RetryingStore(CountingStore(faulty), attempts=40, sleep=lambda _: None)
         names = [f"in/node/{index:08d}" for index in range(20)]

@@ -31,7 +31,7 @@ def test_a_folder_is_named_by_dir_or_file_and_not_made(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_option_that_is_null_is_not_given() -> None:
+def test_a_null_option_counts_as_not_given() -> None:
     assert isinstance(open_store("memory://x", token=None), MemoryStore)
 
 
@@ -57,7 +57,7 @@ def test_s3_addresses_take_their_options() -> None:
     assert open_store("s3://b")._fs is not open_store("s3://b")._fs  # type: ignore[attr-defined]
 
 
-def test_a_user_in_an_address_is_not_told_when_the_store_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_in_an_address_are_not_shown_when_opening_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def unopenable(**_: object) -> object:
         raise RuntimeError("user:hunter2")
 
@@ -68,7 +68,7 @@ def test_a_user_in_an_address_is_not_told_when_the_store_cannot_be_opened(monkey
 
 
 @pytest.mark.parametrize("url", ["org/name", "hf://org/name", "hf://datasets/org/name"])
-def test_the_hub_is_still_to_come(url: str) -> None:
+def test_the_hub_is_not_built_yet(url: str) -> None:
     with pytest.raises(NotBuiltError, match="not part of this version yet; use dir:///path"):
         open_store(url)
 
@@ -87,7 +87,7 @@ def test_the_hub_is_still_to_come(url: str) -> None:
         ("abfs://user:secret@container/x", "put user and password into store_options"),
     ],
 )
-def test_an_address_that_is_none_is_refused_without_its_secrets(url: str, says: str) -> None:
+def test_an_invalid_address_is_refused_without_showing_its_secrets(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=f"distributed.repo_id: .*{says}") as raised:
         open_store(url)
     assert "secret" not in str(raised.value)
@@ -106,7 +106,7 @@ def test_an_address_that_is_none_is_refused_without_its_secrets(url: str, says: 
         ("gs://b", {"profile": "hush"}, "store_options.profile: unknown to a store at gs://"),
     ],
 )
-def test_an_option_that_is_wrong_is_named_without_its_value(url: str, options: dict[str, object], says: str) -> None:
+def test_a_wrong_option_is_named_without_its_value(url: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as raised:
         open_store(url, **options)
     assert "hush" not in str(raised.value)

@@ -24,7 +24,7 @@ def files_under(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_listings_are_those_of_the_store_in_memory_after_any_marker(tmp_path: Path) -> None:
+def test_listings_equal_those_of_the_memory_store_after_any_marker(tmp_path: Path) -> None:
     folder, memory = FolderStore(tmp_path), MemoryStore()
     for name in NAMES:
         folder.put_if_absent(name, b"x")
@@ -42,7 +42,7 @@ def test_reading_makes_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_object_is_a_file_of_its_name_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_an_object_is_a_file_of_its_name_without_leftovers(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     store.put_if_absent("head/00000001.json", b"one")
     store.put_if_absent("head/00000001.json", b"two")
@@ -54,7 +54,7 @@ class Crash(BaseException):
     """Stands for the end of the process."""
 
 
-def test_a_writer_that_ends_before_the_name_is_given_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
+def test_a_writer_that_dies_before_the_link_leaves_no_visible_object(tmp_path: Path) -> None:
     def crash(source: Path, target: Path) -> None:
         raise Crash
 
@@ -83,7 +83,7 @@ def test_bytes_and_folders_are_flushed_before_the_answer(tmp_path: Path) -> None
     assert events[-1] == "t/in/a", "the object's own name, last"
 
 
-def test_folders_that_another_process_made_are_flushed_as_well(tmp_path: Path) -> None:
+def test_folders_made_by_another_process_are_flushed_too(tmp_path: Path) -> None:
     (tmp_path / "head").mkdir()
     flushed: list[str] = []
     store = FolderStore(tmp_path, sync=lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -94,7 +94,7 @@ def test_folders_that_another_process_made_are_flushed_as_well(tmp_path: Path) -
     assert str(tmp_path) not in flushed, "once is enough"
 
 
-def test_whoever_is_told_that_a_name_is_taken_finds_it_on_the_disk(tmp_path: Path) -> None:
+def test_an_object_is_on_the_disk_before_a_second_creation_is_refused(tmp_path: Path) -> None:
     FolderStore(tmp_path).put_if_absent("head/1", b"x")
     flushed: list[str] = []
     store = FolderStore(tmp_path, sync=lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -102,7 +102,7 @@ def test_whoever_is_told_that_a_name_is_taken_finds_it_on_the_disk(tmp_path: Pat
     assert flushed == [str(tmp_path / "head")]
 
 
-def test_a_link_that_was_made_although_its_answer_says_otherwise_counts(tmp_path: Path) -> None:
+def test_a_link_that_succeeded_despite_an_error_counts(tmp_path: Path) -> None:
     def link(source: Path, target: Path) -> None:
         os.link(source, target)
         raise FileExistsError(errno.EEXIST, "the repeated request finds the name taken")
@@ -110,7 +110,7 @@ def test_a_link_that_was_made_although_its_answer_says_otherwise_counts(tmp_path
     assert FolderStore(tmp_path, link=link).put_if_absent("head/1", b"x")
 
 
-def test_a_folder_that_vanishes_under_a_creation_is_made_again(tmp_path: Path) -> None:
+def test_a_folder_that_vanishes_during_a_creation_is_made_again(tmp_path: Path) -> None:
     tries = 0
 
     def link(source: Path, target: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_folder_that_vanishes_under_a_creation_is_made_again(tmp_path: Path) -
     assert files_under(tmp_path) == ["in/a/1"]
 
 
-def test_folders_leave_with_their_last_object(tmp_path: Path) -> None:
+def test_a_folder_is_removed_with_its_last_object(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "s")
     store.put_if_absent("in/a/1/x", b"x")
     store.put_if_absent("in/b/1/x", b"x")
@@ -155,7 +155,7 @@ def test_a_file_system_without_hard_links_is_refused_by_the_probe(tmp_path: Path
         (errno.ESTALE, StoreUnavailableError),
     ],
 )
-def test_what_can_pass_is_told_from_what_will_not(tmp_path: Path, code: int, kind: type[Exception]) -> None:
+def test_temporary_and_lasting_errors_are_told_apart(tmp_path: Path, code: int, kind: type[Exception]) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -164,7 +164,7 @@ def test_what_can_pass_is_told_from_what_will_not(tmp_path: Path, code: int, kin
     assert files_under(tmp_path) == []
 
 
-def test_a_mount_that_cannot_flush_folders_is_used_all_the_same(tmp_path: Path) -> None:
+def test_a_mount_that_cannot_flush_folders_is_still_used(tmp_path: Path) -> None:
     def flush(descriptor: int) -> None:
         if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_dir():
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -187,7 +187,7 @@ def test_a_name_below_an_object_is_refused(tmp_path: Path) -> None:
         store.put_if_absent("head/1/below", b"x")
 
 
-def test_links_pipes_and_foreign_names_are_no_objects(tmp_path: Path) -> None:
+def test_links_pipes_and_foreign_names_are_not_objects(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("secret")
@@ -204,7 +204,7 @@ def test_links_pipes_and_foreign_names_are_no_objects(tmp_path: Path) -> None:
     assert store.get("head/pipe", limit=100) is None
 
 
-def test_what_writers_left_behind_long_ago_is_removed_and_what_is_new_is_not(tmp_path: Path) -> None:
+def test_old_leftovers_of_writers_are_removed_and_new_ones_kept(tmp_path: Path) -> None:
     unfinished = tmp_path / ".unfinished"
     unfinished.mkdir()
     for name in ("old", "new"):
@@ -215,7 +215,7 @@ def test_what_writers_left_behind_long_ago_is_removed_and_what_is_new_is_not(tmp
     assert files_under(tmp_path) == [".unfinished/new", "head/1"]
 
 
-def test_a_poll_looks_only_at_what_comes_after_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_scans_only_what_comes_after_the_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FolderStore(tmp_path)
     for folder in ("head", "in/old", "in/new", "w"):
         (tmp_path / folder).mkdir(parents=True)

@@ -79,7 +79,7 @@ Disconnected = type("ServerDisconnectedError", (Exception,), {"__module__": "aio
         (KeyError("a bug"), KeyError, "a bug"),
     ],
 )
-def test_errors_are_told_in_words_of_the_store(error: Exception, kind: type[Exception], says: str) -> None:
+def test_library_errors_become_store_errors(error: Exception, kind: type[Exception], says: str) -> None:
     store = ObjectStore(Failing(error), "bucket", "fake://bucket")
     with pytest.raises(kind, match=says) as raised:
         store.put_if_absent("head/1", b"x")
@@ -92,7 +92,7 @@ def test_errors_are_told_in_words_of_the_store(error: Exception, kind: type[Exce
         store.delete("head/1")
 
 
-def test_a_bucket_that_is_not_there_is_refused_when_something_is_to_be_created() -> None:
+def test_a_creation_in_a_missing_bucket_is_refused() -> None:
     store = ObjectStore(Failing(FileNotFoundError()), "bucket", "fake://bucket")
     with pytest.raises(StoreRefusedError, match="fake://bucket: there is no such bucket"):
         store.put_if_absent("head/1", b"x")

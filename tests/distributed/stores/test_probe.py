@@ -38,7 +38,7 @@ class Silent(Overwriting):
 
 
 @pytest.mark.parametrize("kind", [Overwriting, SayingTwice, Silent])
-def test_a_store_that_lets_the_second_creation_through_is_refused_by_name(kind: type[MemoryStore]) -> None:
+def test_a_store_that_creates_twice_is_refused_by_name(kind: type[MemoryStore]) -> None:
     store = kind("bad")
     with pytest.raises(StoreRefusedError, match="memory://bad: this store lets an object be created twice"):
         prove_exclusive(store)
@@ -50,7 +50,7 @@ def test_a_store_that_does_not_read_what_it_created_is_refused_by_name() -> None
         prove_exclusive(Forgetful("bad"))
 
 
-def test_the_first_creation_may_be_answered_no_where_its_own_answer_was_lost() -> None:
+def test_the_first_creation_may_answer_false_after_a_lost_answer() -> None:
     for seed in range(50):
         faulty = FaultyStore(MemoryStore(), Faults(seed=seed, failing=0.5))
         prove_exclusive(RetryingStore(faulty, attempts=60, sleep=lambda _: None))
@@ -63,12 +63,12 @@ def test_an_overwriting_store_is_refused_also_where_requests_fail() -> None:
             prove_exclusive(RetryingStore(faulty, attempts=60, sleep=lambda _: None))
 
 
-def test_a_store_that_does_not_answer_is_not_called_bad() -> None:
+def test_an_unavailable_store_is_not_refused() -> None:
     with pytest.raises(StoreUnavailableError):
         prove_exclusive(FaultyStore(MemoryStore(), Faults(failing=1.0)))
 
 
-def test_a_probe_that_cannot_be_removed_for_now_is_left() -> None:
+def test_a_probe_object_that_cannot_be_removed_is_left() -> None:
     class Keeping(MemoryStore):
         def delete(self, name, *, timeout=60.0):  # type: ignore[no-untyped-def]
             raise StoreUnavailableError("busy")

@@ -50,7 +50,7 @@ REQUESTS: dict[str, Callable[[RetryingStore], object]] = {
 
 
 @pytest.mark.parametrize("request_kind", REQUESTS)
-def test_each_kind_of_request_is_made_again_until_it_succeeds(request_kind: str) -> None:
+def test_each_kind_of_request_is_retried_until_it_succeeds(request_kind: str) -> None:
     store = Failing(5)
     REQUESTS[request_kind](RetryingStore(store, attempts=6, sleep=lambda _: None))
     assert len(store.timeouts) == 6
@@ -81,7 +81,7 @@ def test_thousands_of_attempts_do_not_overflow_the_pause() -> None:
 
 
 @pytest.mark.parametrize("error", [StoreRefusedError("no access"), ValueError("a bug")])
-def test_what_will_not_pass_is_not_asked_again(error: Exception) -> None:
+def test_a_lasting_error_is_not_retried(error: Exception) -> None:
     store = Failing(1, error)
     with pytest.raises(type(error)):
         RetryingStore(store, sleep=lambda _: None).get("a", limit=1)

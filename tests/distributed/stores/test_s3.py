@@ -44,7 +44,7 @@ def store(client: s3.S3Store) -> Store:
 
 
 class TestS3Store(StoreConformance):
-    def test_a_neighbour_in_the_bucket_is_not_seen(self, store: Store, endpoint: str) -> None:
+    def test_objects_outside_the_prefix_are_not_listed(self, store: Store, endpoint: str) -> None:
         one, other = (
             open_store(f"s3://{BUCKET}/same{end}/", endpoint=endpoint, **servers.CREDENTIALS) for end in ("", "-2")
         )
@@ -55,14 +55,14 @@ class TestS3Store(StoreConformance):
         one.close()
         other.close()
 
-    def test_an_object_in_parts_is_created_once_too(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_multipart_object_is_created_only_once(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(s3, "_PART", 5 * 2**20)
         data = os.urandom(11 * 2**20)
         assert store.put_if_absent("w/1", data)
         assert not store.put_if_absent("w/1", bytes(11 * 2**20))
         assert store.get("w/1", limit=len(data), size=len(data)) == data
 
-    def test_a_bucket_that_is_not_there_is_refused_by_name(self, endpoint: str) -> None:
+    def test_a_missing_bucket_is_refused_by_name(self, endpoint: str) -> None:
         missing = open_store("s3://no-such-bucket/run", endpoint=endpoint, **servers.CREDENTIALS)
         with pytest.raises(StoreRefusedError, match="there is no bucket no-such-bucket"):
             missing.list_after("")
@@ -70,7 +70,7 @@ class TestS3Store(StoreConformance):
             missing.get("head/1", limit=1)
         missing.close()
 
-    def test_a_store_that_was_closed_connects_anew(self, endpoint: str) -> None:
+    def test_a_closed_store_connects_again(self, endpoint: str) -> None:
         again = open_store(f"s3://{BUCKET}/closed", endpoint=endpoint, **servers.CREDENTIALS)
         again.close()
         assert again.list_after("none").entries == ()

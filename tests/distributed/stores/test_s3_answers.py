@@ -125,7 +125,7 @@ CAN_PASS = [
 
 @pytest.mark.parametrize(("status", "code", "says"), WILL_NOT_PASS)
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_what_will_not_pass_says_what_to_check(
+def test_a_lasting_error_says_what_to_check(
     client: Store, answers: Answers, kind: str, status: int, code: str, says: str
 ) -> None:
     answers.status, answers.code = status, code
@@ -140,7 +140,7 @@ def test_what_will_not_pass_says_what_to_check(
 
 @pytest.mark.parametrize(("status", "code"), CAN_PASS)
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_what_can_pass_is_asked_once_and_left_to_the_one_place_of_retries(
+def test_a_temporary_error_is_not_retried_by_the_library(
     client: Store, answers: Answers, kind: str, status: int, code: str
 ) -> None:
     answers.status, answers.code = status, code
@@ -149,7 +149,7 @@ def test_what_can_pass_is_asked_once_and_left_to_the_one_place_of_retries(
     assert len(answers.asked) == 1
 
 
-def test_a_timeout_of_the_server_can_pass(client: Store, answers: Answers) -> None:
+def test_a_server_timeout_is_temporary(client: Store, answers: Answers) -> None:
     answers.status, answers.code = 400, "RequestTimeout"
     with pytest.raises(StoreUnavailableError, match="no answer in time"):
         client.put_if_absent("head/1", b"x")
@@ -163,13 +163,13 @@ def test_an_object_is_created_on_condition_that_there_is_none(client: Store, ans
     assert not client.put_if_absent("head/1", b"x")
 
 
-def test_what_is_absent_is_told_from_a_bucket_that_is(client: Store, answers: Answers) -> None:
+def test_a_missing_object_is_told_apart_from_a_missing_bucket(client: Store, answers: Answers) -> None:
     answers.status, answers.code = 404, "NoSuchKey"
     assert client.get("head/1", limit=10) is None
     client.delete("head/1")
 
 
-def test_a_listing_that_is_not_found_is_a_bucket_that_is_not_there(client: Store, answers: Answers) -> None:
+def test_a_listing_that_is_not_found_means_a_missing_bucket(client: Store, answers: Answers) -> None:
     answers.status, answers.code = 404, "NotFound"
     with pytest.raises(StoreRefusedError, match="no such bucket"):
         client.list_after("head/")
@@ -177,7 +177,7 @@ def test_a_listing_that_is_not_found_is_a_bucket_that_is_not_there(client: Store
         client.put_if_absent("head/1", b"x")
 
 
-def test_a_page_of_foreign_keys_is_read_over(client: Store, answers: Answers) -> None:
+def test_a_page_of_foreign_keys_is_skipped(client: Store, answers: Answers) -> None:
     key = "<Contents><Key>run/head/{}</Key><Size>7</Size></Contents>"
     page = "<ListBucketResult><IsTruncated>{}</IsTruncated>{}</ListBucketResult>"
     bodies = [page.format("true", key.format(".foreign")), page.format("false", key.format("1") + key.format("a b"))]
@@ -186,7 +186,7 @@ def test_a_page_of_foreign_keys_is_read_over(client: Store, answers: Answers) ->
     assert "start-after=run%2Fhead%2F.foreign" in answers.asked[1][1]
 
 
-def test_no_more_than_one_byte_above_the_limit_is_asked_for(client: Store, answers: Answers) -> None:
+def test_at_most_one_byte_above_the_limit_is_requested(client: Store, answers: Answers) -> None:
     answers.body = b"x" * 11
     assert client.get("head/1", limit=10) is None
     assert client.get("head/1", limit=1000, size=4) is None
@@ -205,7 +205,7 @@ def test_a_poll_is_one_request_that_begins_after_the_marker(client: Store, answe
     assert "prefix=run%2Fhead%2F" in path
 
 
-def test_a_server_that_is_silent_is_waited_for_as_long_as_the_request_says(client: Store, answers: Answers) -> None:
+def test_a_silent_server_is_waited_for_until_the_timeout(client: Store, answers: Answers) -> None:
     answers.silence = threading.Event()
     with pytest.raises(StoreUnavailableError, match="no answer"):
         client.get("head/1", limit=10, timeout=0.1)
@@ -213,13 +213,13 @@ def test_a_server_that_is_silent_is_waited_for_as_long_as_the_request_says(clien
 
 
 @pytest.mark.parametrize("kind", ["get", "list"])
-def test_an_answer_that_breaks_off_can_pass(client: Store, answers: Answers, kind: str) -> None:
+def test_an_interrupted_answer_is_temporary(client: Store, answers: Answers, kind: str) -> None:
     answers.body, answers.promised = b"x", 5
     with pytest.raises(StoreUnavailableError, match="no answer from"):
         REQUESTS[kind](client)
 
 
-def test_a_server_that_is_not_there_can_pass(answers: Answers) -> None:
+def test_an_unreachable_server_is_temporary(answers: Answers) -> None:
     store = open_store("s3://bucket/run", endpoint="http://127.0.0.1:1", region="us-east-1", key=KEY, secret=SECRET)
     with pytest.raises(StoreUnavailableError, match=r"no answer from http://127\.0\.0\.1:1"):
         store.get("head/1", limit=10)

@@ -10,7 +10,7 @@ from speedtronic.distributed.stores.timeouts import BoundedCalls
 from speedtronic.errors import StoreUnavailableError
 
 
-def test_what_the_call_returns_and_raises_is_returned_and_raised() -> None:
+def test_results_and_errors_of_the_call_are_passed_on() -> None:
     calls = BoundedCalls("dir:///store")
 
     def fail() -> int:

@@ -191,9 +191,9 @@ def export_llama(
 # ---------------------------------------------------------------------- checking the checkpoint
 
 
-def _check_plain(tree: Mapping[str, Any] | None, header: TensorHeader) -> None:
+def _check_plain(tree: Any, header: TensorHeader) -> None:
     """Raise CheckpointError unless the model's state has one tensor for each name, and nothing else."""
-    if tree is None:
+    if not isinstance(tree, dict):
         raise CheckpointError("it has no model")
     names = {place.name for place in header.places}
     others = [

@@ -129,7 +129,7 @@ class BatchStream:
             if batch is not _END:
                 self._delivered += 1
                 return batch
-            # A loader that was restored at the very end of its epoch has nothing more to give in it.
+            # The pass has ended. It may be empty only where a loader was restored at the very end of its epoch.
             if not self._delivered and self._resumed is None:
                 raise _empty_pass(self._loader)
             self._batches = None
@@ -227,6 +227,7 @@ class BatchStream:
             if self._epoch and getattr(self._loader, "persistent_workers", False):
                 # Such a loader draws its workers' seed only in the first epoch: let it do so before the replay.
                 iter(self._loader)
+            # Start the epoch as it was started then, and drop what was delivered.
             self._restore_rng(self._rng_at_start)
             self._restore_own()
             self._batches = iter(self._loader)

@@ -64,6 +64,7 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         raise DataError("cannot make a batch of no samples")
     _check_fields(items)
     fields = items[0].keys()
+    # The ids set the width of the batch.
     ids = [_integers("input_ids", item) for item in items]
     width = max(len(row) for row in ids)
     batch = {"input_ids": _pad(ids, width, PADDING_ID)}
@@ -77,12 +78,14 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
                 + ", ".join(f"{len(t)} labels for {len(row)} ids" for row, t in zip(ids, labels, strict=True))
             )
         batch["labels"] = _pad(labels, width - shifts.pop(), IGNORED_LABEL)
+    # Without masks of the samples, the padding alone needs one.
     if "attention_mask" in fields:
         masks = [_row(item["attention_mask"]).bool() for item in items]
         batch["attention_mask"] = _pad(masks, width, False)
     elif any(len(row) < width for row in ids):
         lengths = torch.tensor([len(row) for row in ids])
         batch["attention_mask"] = torch.arange(width) < lengths[:, None]
+    # All other fields are stacked as they are.
     for name in fields - {"input_ids", "labels", "attention_mask"}:
         batch[name] = collate_batch([item[name] for item in items])
     return batch

@@ -145,6 +145,7 @@ class SyntheticTokenDataset(TokenDataset):
             self._state["state"]["counter"] = np.array([0, int(index), 0, 0], np.uint64)
             self._generator.state = self._state
             row[:] = self._generator.random_raw(len(row))
+        # Two random numbers set the progression; each token takes one for its noise, and one for whether it is noisy.
         start, stride = raw[:, :1] % self.vocab_size, 1 + raw[:, 1:2] % self._STRIDES
         noise, chance = raw[:, 2 : 2 + width], raw[:, 2 + width :]
         tokens = (start + stride * np.arange(width, dtype=np.uint64)) % self.vocab_size

@@ -276,6 +276,7 @@ class Fetcher:
                 raise DataWorkerError(_ENDED_WORKER.format(name=self._name, reason=str(error).strip(" ."))) from error
             raise
         if isinstance(reply, _Failure):
+            # A DataError in a worker: raise it here as it was raised there.
             self.restart()
             raise DataError(reply.message) from _WorkerTraceback(reply.traceback)
         return reply

@@ -185,6 +185,7 @@ def prepare(
         name = f"{seed}:{each.name}".encode(errors="surrogateescape")
         return hashlib.blake2b(name, digest_size=8).digest(), each.name
 
+    # The recipe is all that decides about the result, apart from the text itself. It is kept in the index.
     inputs.sort(key=place)
     encoder = None if tokenizer == CHARACTERS else load_tokenizer(tokenizer)
     recipe = {
@@ -201,6 +202,7 @@ def prepare(
     existing = _prepared_before(folder, job, force)
     if existing is not None:
         return _summary(existing, encoded_bytes=0, already_prepared=True)
+    # Write beside the folder and publish. A journal that is left after that would be of finished work, so remove it.
     try:
         with StagingFolder(folder) as staging:
             encoded_bytes = _write_shards(job, encoder, staging)

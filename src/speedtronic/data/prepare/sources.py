@@ -82,33 +82,8 @@ class Input(Protocol):
 
 
 @dataclass(frozen=True)
-class TextChunk:
-    """The bytes start … stop − 1 of a text file, which are whole characters."""
-
-    path: Path
-    start: int
-    stop: int
-    ends_documents: bool
-
-    @property
-    def origin(self) -> str:
-        return f"{self.path}, from byte {self.start} on"
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def raw(self) -> bytes:
-        return _read_range(self.path, self.start, self.stop)
-
-    def texts(self, raw: bytes) -> list[str]:
-        whole_characters(raw, self.path, self.start, final=True)
-        return [raw.decode("utf-8")]
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A UTF-8 text file: one document."""
+class _File:
+    """What text files and files of JSON lines have in common: their offsets are bytes."""
 
     name: str
     path: Path
@@ -118,6 +93,50 @@ class TextFile:
     @property
     def length(self) -> int:
         return self.size
+
+
+@dataclass(frozen=True)
+class _FileChunk:
+    """The bytes start … stop − 1 of a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def raw(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                content = file.read(self.size)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}") from error
+        if len(content) != self.size:
+            raise DataError(f"{self.path}: has become shorter while it was read; start again when nothing changes it")
+        return content
+
+
+@dataclass(frozen=True)
+class TextChunk(_FileChunk):
+    """A part of a text file: whole characters."""
+
+    ends_documents: bool
+
+    @property
+    def origin(self) -> str:
+        return f"{self.path}, from byte {self.start} on"
+
+    def texts(self, raw: bytes) -> list[str]:
+        whole_characters(raw, self.path, self.start, final=True)
+        return [raw.decode("utf-8")]
+
+
+@dataclass(frozen=True)
+class TextFile(_File):
+    """A UTF-8 text file: one document."""
 
     def chunks(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Chunk, int]]:
         if offset < self.size <= offset + size:  # most files: no need to look into it
@@ -136,12 +155,9 @@ class TextFile:
 
 
 @dataclass(frozen=True)
-class LinesChunk:
-    """The lines that begin at the bytes start … stop − 1 of a file of JSON lines."""
+class LinesChunk(_FileChunk):
+    """The lines that begin in a part of a file of JSON lines."""
 
-    path: Path
-    start: int
-    stop: int
     text_field: str
 
     ends_documents = True
@@ -149,13 +165,6 @@ class LinesChunk:
     @property
     def origin(self) -> str:
         return f"{self.path}, from line {self._line(0)} on"
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def raw(self) -> bytes:
-        return _read_range(self.path, self.start, self.stop)
 
     def texts(self, raw: bytes) -> list[str]:
         texts = []
@@ -193,18 +202,10 @@ class LinesChunk:
 
 
 @dataclass(frozen=True)
-class JsonLines:
+class JsonLines(_File):
     """A file of JSON objects, one a line. Each object's text is a document; empty texts and nulls are skipped."""
 
-    name: str
-    path: Path
-    size: int
-    stamp: str
     text_field: str
-
-    @property
-    def length(self) -> int:
-        return self.size
 
     def chunks(self, offset: int, size: int, rule: CutRule) -> Iterator[tuple[Chunk, int]]:
         with self.path.open("rb") as file:
@@ -322,13 +323,7 @@ def choose_inputs(
 ) -> tuple[list[Input], int]:
     """The inputs that one of `paths`, `source` and `hub` names, and how many files of them were left out.
 
-    Args:
-        paths: files and folders, as for `find_inputs`.
-        source: "python-stdlib", the sources of the running interpreter's own library.
-        hub: a dataset, as for `hub_dataset`.
-        split: the split of that dataset.
-        patterns: which file names are taken from folders.
-        text_field: the field or column that holds the text.
+    The arguments are those of `prepare`.
 
     Raises:
         DataError: not exactly one of the three is given; otherwise as `find_inputs` and `hub_dataset`.
@@ -402,7 +397,7 @@ def find_inputs(
 
 
 def text_file(path: Path, name: str) -> TextFile:
-    """A text file, under a given name. Raises DataError for an empty file, or for anything else."""
+    """A text file, under a given name. Raises DataError if there is no readable, non-empty file."""
     return TextFile(name, path, check_text_file(path), _stamp(path))
 
 
@@ -453,7 +448,9 @@ def hub_dataset(name: str, *, split: str, text_field: str = "text") -> Input:
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise MissingExtraError("reading a Hugging Face dataset needs: install speedtronic[datasets]") from error
+        raise MissingExtraError(
+            "reading a Hugging Face dataset needs the `datasets` library: install speedtronic[datasets]"
+        ) from error
     path, config = (name, None) if Path(name).exists() or ":" not in name else name.rsplit(":", 1)
     try:
         dataset = datasets.load_dataset(path, config, split=split)
@@ -536,15 +533,3 @@ def _walk(folder: Path, omitted: frozenset[str] = frozenset()) -> Iterator[Path]
             seen.add(place)
         paths = (Path(parent, name) for name in sorted(files) if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
-
-
-def _read_range(path: Path, start: int, stop: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            content = file.read(stop - start)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) != stop - start:
-        raise DataError(f"{path}: has become shorter while it was read; start again when nothing changes it")
-    return content

@@ -92,11 +92,13 @@ def train_tokenizer(
         raise DataError(f"{path}: is a folder; name the file to write, such as {path / 'tokenizer.json'}")
     if path.exists() and not force:
         raise DataError(f"{path}: exists already; replace it with --force or choose another file")
+    # Train. The text is streamed through a counter, which also keeps a sample of it.
     inputs, _ = choose_inputs(paths, source=source, hub=hub, split=split, patterns=patterns, text_field=text_field)
     text = _CountedText(texts(inputs))
     trained = _trained(text, vocab_size, progress).to_str(pretty=True)
     if not text.bytes:
         raise DataError("all documents are empty: there is nothing to train on")
+    # Write the file, if our own reader accepts it.
     tokenizer = json_tokenizer(trained)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
