@@ -266,7 +266,7 @@ def test_the_state_of_other_parameters_is_refused_where_they_are_as_many(
     assert again.fit(3).steps == 3
 
 
-def test_names_are_no_hindrance_where_one_side_has_none_or_is_compiled() -> None:
+def test_names_are_not_compared_where_one_side_has_none_and_compiled_names_match() -> None:
     first = two_layers({}, TwoLayers())
     first.fit(2)
     state = first.state_dict()

@@ -105,6 +105,8 @@ def config_of(**sections: Any) -> SpeedtronicConfig:
 
 
 class OnlyLogits(nn.Module):
+    """Next-token logits over a vocabulary of 11, without a loss."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 8)
@@ -115,11 +117,14 @@ class OnlyLogits(nn.Module):
 
 
 def successor_batches() -> list[dict[str, Tensor]]:
+    """One batch (4, 6) for `OnlyLogits`, in which each label is the token plus one."""
     ids = torch.arange(24).reshape(4, 6) % 11
     return [{"input_ids": ids, "labels": (ids + 1) % 11}]
 
 
 def poisoned(step: int) -> Endless:
+    """Regression batches, of which the one of `step` is NaN."""
+
     def batch(number: int) -> tuple[Tensor, Tensor]:
         x, y = regression_batches()[number % 8]
         return x * float("nan") if number == step - 1 else x, y

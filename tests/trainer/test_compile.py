@@ -63,7 +63,7 @@ def breakable_trainer(
     return make_trainer(Dropping(), events=events, config=config_of(compile=True, data=ACCUMULATE_TWO))
 
 
-def test_a_compiled_failure_reruns_the_update_eagerly_as_if_nothing_was(
+def test_a_compiled_failure_reruns_the_update_eagerly_from_the_same_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Seed: "Any exception from a compiled forward disables compilation and reruns that batch eagerly"."""

@@ -486,7 +486,7 @@ def resumed_log(folder: Path, before: float | None, after: float | None) -> tupl
     return trainer, (folder / "log.jsonl").read_text(encoding="utf-8")
 
 
-def test_an_average_that_is_switched_on_begins_with_the_restored_weights(tmp_path: Path) -> None:
+def test_an_average_that_is_turned_on_at_a_resume_starts_with_the_restored_weights(tmp_path: Path) -> None:
     trainer, log = resumed_log(tmp_path, None, 0.9)
     assert "the checkpoint has no average of the weights, so it starts with its weights" in log
     assert_same(averages(trainer), saved(tmp_path)["model"])
@@ -517,10 +517,10 @@ def test_an_average_of_other_weights_is_an_error_that_lists_them() -> None:
         averaging().resume(state)
     assert str(caught.value).splitlines() == [
         "the checkpoint's average of the weights (optimizer.ema) is of other weights:",
-        "  linear.bias has none in the checkpoint",
+        "  linear.bias has no average in the checkpoint",
         "  linear.scale is not trained here",
-        "  that of linear.weight has shape (2, 3), and the weight (1, 3)",
-        "Set optimizer.ema to null to train on without it",
+        "  the average of linear.weight has shape (2, 3), and the weight (1, 3)",
+        "Set optimizer.ema to null to continue without it",
     ]
 
 

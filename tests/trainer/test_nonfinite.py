@@ -82,7 +82,7 @@ def test_an_infinite_gradient_norm_is_bad_too() -> None:
     assert guard.inspect(ONE, ONE).item() == 0.0
 
 
-def test_the_verdict_leaves_no_mark_on_the_optimizer() -> None:
+def test_the_verdict_is_removed_from_the_optimizer_after_the_step() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
     guard = NonFiniteGuard("stop", optimizer)
     guard.step(guard.inspect(ONE, ONE))
@@ -135,7 +135,7 @@ def test_a_nan_loss_is_an_event_and_the_record_of_its_step_is_null() -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip", "ignore"])
-def test_other_policies_go_on(policy: str) -> None:
+def test_skip_and_ignore_continue_after_a_nan_loss(policy: str) -> None:
     events = Events()
     ours = make_trainer(batches=poisoned(2), events=events, config=config_of(run={"on_nonfinite": policy}))
     result = ours.fit(4)

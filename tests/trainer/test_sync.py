@@ -29,7 +29,7 @@ def test_a_coordinator_is_a_runtime_checkable_protocol() -> None:
     assert not isinstance(object(), SyncCoordinator)
 
 
-def test_fit_starts_tells_and_stops_the_coordinator_in_order() -> None:
+def test_fit_starts_calls_and_stops_the_coordinator_in_order() -> None:
     """Seed: "8. Start coordinator if needed. 9. Apply deferred coordinator checkpoint state after startup. 10. Emit
     train_start. 11. Run complete global steps. 12. Emit train_end and return."
     """
@@ -74,7 +74,7 @@ def test_a_coordinator_that_prepares_gets_its_state_before_it_starts() -> None:
     assert events.names()[1:4] == ["coordinator.prepare", "coordinator.start", "coordinator.load"]
 
 
-def test_a_coordinator_that_counts_hears_what_a_step_was_trained_on_before_it_hears_of_the_step() -> None:
+def test_a_coordinator_is_given_the_counts_of_a_step_before_the_step() -> None:
     class Counting(Coordinator):
         def count(self, samples: int, tokens: int | Tensor) -> None:
             self._note("count", samples=samples, tokens=int(tokens))
@@ -133,7 +133,7 @@ def numbered(number: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_work_that_a_coordinator_knows_to_be_done_is_passed_over(after: int) -> None:
+def test_work_that_a_coordinator_knows_to_be_done_is_skipped(after: int) -> None:
     """Its data is not read again, and steps, schedule and counters are where they would be."""
     seen: list[float] = []
 
@@ -163,7 +163,7 @@ def test_work_that_a_coordinator_knows_to_be_done_is_passed_over(after: int) -> 
     assert result.metrics[-1]["samples_per_sec"] < 1.001 * result.metrics[-1]["steps_per_sec"] * 4
 
 
-def test_any_scheduler_moves_on_with_the_work_that_is_passed_over() -> None:
+def test_any_scheduler_advances_by_the_skipped_steps() -> None:
     torch.manual_seed(0)
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -176,13 +176,13 @@ def test_any_scheduler_moves_on_with_the_work_that_is_passed_over() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5**6
 
 
-def test_a_run_whose_work_is_all_done_trains_nothing() -> None:
+def test_a_run_with_no_work_left_trains_nothing() -> None:
     ours = make_trainer(coordinator=Knowing(Events(), Position(9, 36, 108), after=0))
     result = ours.fit(7)
     assert (result.steps, list(result.metrics)) == (9, [])
 
 
-def test_a_run_whose_work_is_all_done_says_so_and_ends_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_with_no_work_left_says_so_and_ends_with_a_checkpoint(tmp_path: Path) -> None:
     """The final step of a successful `fit` is always checkpointed: the weights are those of all nodes."""
     log = Listening()
     manager = CheckpointManager(tmp_path, every_steps=100)
@@ -194,7 +194,7 @@ def test_a_run_whose_work_is_all_done_says_so_and_ends_with_a_checkpoint(tmp_pat
     assert (state["step"], state["samples"], state["metrics"]["loss"]) == (9, 36, None)
 
 
-def test_work_behind_the_run_is_no_reason_to_move() -> None:
+def test_a_position_behind_the_run_is_ignored() -> None:
     ours = make_trainer(coordinator=Knowing(Events(), Position(2, 8, 24), after=3))
     assert ours.fit(4).samples == 16
 
@@ -245,7 +245,7 @@ def test_true_from_the_coordinator_resets_the_inner_optimizer(distributed: dict[
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("distributed", [{}, {"enabled": True, "repo_id": "a/b"}])
-def test_a_coordinator_that_decides_on_the_reset_is_obeyed_in_any_trainer(
+def test_a_coordinators_own_choice_about_the_reset_wins_in_any_trainer(
     distributed: dict[str, Any], reset: bool
 ) -> None:
     class Deciding(Coordinator):

@@ -229,7 +229,7 @@ def test_the_target_is_never_behind_the_current_step() -> None:
     assert (result.steps, len(result.metrics), result.final_loss) == (4, 0, None)
 
 
-def test_fit_goes_on_where_the_last_one_ended() -> None:
+def test_fit_continues_where_the_last_one_ended() -> None:
     straight = make_trainer().fit(6)
     ours = make_trainer()
     first, second = ours.fit(2), ours.fit(6)
@@ -495,7 +495,7 @@ def test_fit_validates_the_shapes_once_however_often_it_is_called() -> None:
     assert events.names().index("shape_profile") < events.names().index("train_start")
 
 
-def test_fit_warns_of_no_batch_whose_size_nobody_gave() -> None:
+def test_fit_does_not_check_a_batch_size_that_nobody_gave() -> None:
     events = Events()
     ours = make_trainer(events=events, config={"shape_validation": {"alignment": 8, "warn_on_cpu": True}})
     ours.fit(1)

@@ -111,10 +111,10 @@ class WeightAverage:
         Raises:
             CheckpointError: they are not those of this model's trained weights; all that differs is listed.
         """
-        problems = [f"{name} has none in the checkpoint" for name in self._averages.keys() - state.keys()]
+        problems = [f"{name} has no average in the checkpoint" for name in self._averages.keys() - state.keys()]
         problems += [f"{name} is not trained here" for name in state.keys() - self._averages.keys()]
         problems += [
-            f"that of {name} has shape {tuple(state[name].shape)}, and the weight {tuple(average.shape)}"
+            f"the average of {name} has shape {tuple(state[name].shape)}, and the weight {tuple(average.shape)}"
             for name, average in self._averages.items()
             if name in state and state[name].shape != average.shape
         ]
@@ -122,7 +122,7 @@ class WeightAverage:
             raise CheckpointError(
                 "the checkpoint's average of the weights (optimizer.ema) is of other weights:\n  "
                 + "\n  ".join(sorted(problems))
-                + "\nSet optimizer.ema to null to train on without it"
+                + "\nSet optimizer.ema to null to continue without it"
             )
         for name, average in self._averages.items():
             average.copy_(state[name])

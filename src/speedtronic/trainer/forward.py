@@ -32,9 +32,10 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 def batch_size_and_tokens(batch: Any) -> tuple[int, int | Tensor]:
     """Number of samples and of tokens in a batch.
 
-    Counted on a mapping's `input_ids`, else its `inputs`, or on the first field of a tuple or list. Where a mapping
-    has more than one dimension and an `attention_mask`, its sum is the number of tokens: a 0-dim tensor, so that
-    counting does not wait for the device. What cannot be counted is one sample of one token.
+    Counted on a mapping's `input_ids`, else its `inputs`, or on the first field of a tuple or list. Where the mapping
+    also has an `attention_mask`, and what is counted has more than one dimension, the number of tokens is the sum of
+    the mask: a 0-dim tensor, so that counting does not wait for the device. A batch that cannot be counted is one
+    sample of one token.
     """
     counted: Any = None
     mask: Any = None

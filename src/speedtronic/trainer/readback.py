@@ -65,7 +65,7 @@ class Readback:
         """Add an update; return those whose numbers have arrived, oldest first."""
         self._open.append(update)
         if update.step % self._every == 0:
-            # Windows before this one are a whole window old, so waiting for them costs nothing.
+            # The windows before this one are a whole window old, so they have most likely arrived.
             overdue = self._take(self._copying)
             self._close_window()
             return overdue + self._take_arrived()

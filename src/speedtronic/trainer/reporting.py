@@ -24,12 +24,12 @@ class Counters:
 
 
 class StepReporter:
-    """Keeps the records of one invocation of `fit`, and emits a `train_step` for each.
+    """Keeps the records of one call of `fit`, and emits a `train_step` for each.
 
     Args:
         logger: where the events go.
         counters: the trainer's cumulative counters; advanced here.
-        device: whose peak memory is reported.
+        device: its peak memory is reported.
         utilisation: from tokens per second to model FLOP utilisation, or None where the device's peak is unknown.
     """
 
@@ -57,7 +57,7 @@ class StepReporter:
         self._counters.tokens += numbers.tokens
         self._steps += 1
         self.final_loss = finite_or_none(numbers.loss)
-        # Rates are of this invocation alone, so they begin at its first step, not at that of the run.
+        # Rates are of this call of `fit` alone: what a resumed run did before is not in them.
         seconds = max(update.at - self.started, 1e-9)
         tokens_per_sec = (self._counters.tokens - self._first.tokens) / seconds
         record: dict[str, Any] = {
@@ -80,11 +80,11 @@ class StepReporter:
         self._logger.emit("train_step", record)
 
     def move_to(self, samples: int, tokens: int) -> None:
-        """Set the cumulative counters, without counting the difference as this invocation's work."""
+        """Set the cumulative counters, without counting the difference as work of this call."""
         self._first.samples += samples - self._counters.samples
         self._first.tokens += tokens - self._counters.tokens
         self._counters.samples, self._counters.tokens = samples, tokens
 
     def elapsed(self) -> float:
-        """Seconds since this invocation began."""
+        """Seconds since `fit` began."""
         return time.perf_counter() - self.started

@@ -20,7 +20,7 @@ class CheckpointSaver:
     Args:
         manager: writes the checkpoints.
         logger: where the events go.
-        background: write from a snapshot while training goes on; otherwise the loop waits for the disk.
+        background: write a snapshot while training continues; otherwise the loop waits for the disk.
     """
 
     def __init__(self, manager: CheckpointManager, logger: MetricLogger, *, background: bool) -> None:
