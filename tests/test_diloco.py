@@ -101,7 +101,7 @@ def config_of(folder: Path, **distributed: Any) -> dict[str, Any]:
 
 
 def master_of(config: dict[str, Any]) -> MasterOuterLoop:
-    from speedtronic.distributed.stores.connect import connect
+    from speedtronic.distributed.stores.open import connect
 
     settings = SpeedtronicConfig.from_dict(config)
     model = build_initial_model(settings, MetricLogger(stream=Silence()))

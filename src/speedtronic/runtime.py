@@ -357,7 +357,7 @@ def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricL
 
     # Imported only by a run that has other nodes: a run of its own starts sooner without.
     from speedtronic.distributed.data_partition import data_partition_of
-    from speedtronic.distributed.stores.connect import connect
+    from speedtronic.distributed.stores.open import connect
 
     seed = config.data.seed if config.data.seed is not None else config.run.seed
     with closing(connect(config.distributed)) as store:

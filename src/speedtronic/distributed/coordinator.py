@@ -29,7 +29,7 @@ from speedtronic.distributed.protocol import Position
 from speedtronic.distributed.requests import EventSink, Procedure, T, perform
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.base import Store
-from speedtronic.distributed.stores.connect import connect
+from speedtronic.distributed.stores.open import connect
 from speedtronic.distributed.threads import BackgroundThread, ReportedWork
 from speedtronic.errors import (
     RunFolderError,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from speedtronic.distributed.stores.addresses import open_store
 from speedtronic.distributed.stores.base import Entry, Listing, Store
 from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
+from speedtronic.distributed.stores.open import open_store
 from speedtronic.distributed.stores.probe import prove_exclusive
 from speedtronic.distributed.stores.retrying import RetryingStore
 

@@ -1,16 +1,20 @@
-"""From the address of a store to the store."""
+"""From an address or a configuration to a store. A new kind of store is opened here."""
 
 from __future__ import annotations
 
 import os
 import re
+import threading
+import time
 from collections.abc import Mapping, Set
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from speedtronic.config import DistributedConfig
 from speedtronic.distributed.stores.base import Store
 from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.distributed.stores.object import ObjectStore
+from speedtronic.distributed.stores.retrying import RetryingStore
 from speedtronic.errors import ConfigError, MissingExtraError, NotBuiltError, StoreRefusedError
 
 _ADDRESSES = "dir:///path, s3://bucket/prefix, gs://bucket/prefix or memory://name"
@@ -77,6 +81,32 @@ def open_store(url: str, **options: object) -> Store:
     if parts.username is not None:
         raise ConfigError(f"distributed.repo_id: {parts.scheme}: put user and password into store_options")
     return _over_fsspec(parts.scheme, parts, given, remedy="install what fsspec names for it")
+
+
+def connect(config: DistributedConfig, store: Store | None = None, *, stopping: threading.Event | None = None) -> Store:
+    """The store of a configuration, with retries, and proved before its first use. Nothing is asked of it yet.
+
+    Args:
+        config: `repo_id` and `store_options` say which store, `retry_…` how often and how fast a failed request is
+            tried again.
+        store: used instead of the configured one.
+        stopping: ends the pauses between attempts, and the attempts.
+
+    Raises:
+        ConfigError, StoreRefusedError, MissingExtraError: there is no such store, or it cannot be opened here.
+    """
+    if store is None:
+        assert config.repo_id is not None, "an enabled configuration has one"
+        store = open_store(config.repo_id, **config.store_options)
+    return RetryingStore(
+        store,
+        initial=config.retry_initial,
+        maximum=config.retry_max,
+        attempts=config.retry_attempts,
+        sleep=time.sleep if stopping is None else stopping.wait,
+        give_up=(lambda: False) if stopping is None else stopping.is_set,
+        prove=True,
+    )
 
 
 def _folder(scheme: str, rest: str) -> str:
