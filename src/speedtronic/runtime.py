@@ -128,7 +128,7 @@ def _build(
         logger=logger,
         checkpoint_manager=manager,
         coordinator=_build_coordinator(settings, model, logger),
-        max_steps=max_steps if max_steps is not None else (settings.data.max_steps or settings.run.max_steps),
+        max_steps=max_steps,
         evaluator=_build_evaluator(data, settings, target_device, precision, logger),
         lock_directory=_lock_directory(settings),
         metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},

@@ -127,7 +127,9 @@ class Trainer:
         self.precision = precision or resolve_precision(self.config.precision, self.device)
         self.checkpoint_manager = checkpoint_manager
         self.coordinator = coordinator
-        self.max_steps = max_steps
+        self.max_steps = (
+            max_steps if max_steps is not None else (self.config.data.max_steps or self.config.run.max_steps)
+        )
         self.shape_report = shape_report
         self.step = start_step
         self._group: Group = SingleProcess()
