@@ -161,8 +161,7 @@ class Trainer:
         It is in evaluation mode, and training continues to change it. None without an average, and before the first
         `fit` or `resume`, where the average starts.
         """
-        average = self._state.average
-        return average.model() if average is not None else None
+        return self._state.average.model() if self._state.average is not None else None
 
     # ------------------------------------------------------------------ the loop
 
@@ -294,7 +293,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if not applied:
             return False
-
         # The update is done. Advance the schedule, the step, the coordinator and the average of the weights.
         group = self.optimizer.param_groups[0]
         lr_applied = float(group["lr"])
@@ -398,7 +396,7 @@ class Trainer:
             return
         self._settle()
         averaged = self.averaged_model
-        model = averaged if averaged is not None else self.model
+        model = self.model if averaged is None else averaged
         numbers = self._evaluator(model, lambda: fit.signals.received is not None)
         if numbers is not None:
             fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
