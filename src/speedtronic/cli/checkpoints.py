@@ -294,7 +294,7 @@ def run_export(args: argparse.Namespace) -> int:
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     notes: list[str] = []
-    with output.sigterm_unwinds():
+    with output.termination_unwinds():
         model = _open(args.path)
         size = sum(stored.place.end - stored.place.begin for stored in model.tensors().values())
         with output.reading_progress("exporting", size) as fs:

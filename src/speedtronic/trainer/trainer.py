@@ -169,7 +169,7 @@ class Trainer:
         """Train until the global step reaches the target, and return what happened.
 
         The target is `max_steps`, else the constructor's, else the config's; a run that is already past it trains
-        nothing. Ctrl-C and SIGTERM finish the current step and end the run with a checkpoint.
+        nothing. Ctrl-C, SIGTERM and SIGHUP finish the current step and end the run with a checkpoint.
 
         Raises:
             ConfigError: the target is not positive, or `optimizer.ema` is on and the model cannot be copied.
