@@ -183,13 +183,17 @@ def test_what_is_no_plain_file_is_refused_as_ever(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_by_an_exception_and_the_former_handlers_are_back(number: signal.Signals) -> None:
+    def work() -> None:
+        with termination_unwinds():
+            try:
+                signal.raise_signal(number)
+            finally:
+                signal.raise_signal(signal.SIGTERM)  # does not interrupt the removal
+                signal.raise_signal(signal.SIGHUP)
+
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
-    with pytest.raises(SystemExit) as stop, termination_unwinds():
-        try:
-            signal.raise_signal(number)
-        finally:
-            signal.raise_signal(signal.SIGTERM)  # does not interrupt the removal
-            signal.raise_signal(signal.SIGHUP)
+    with pytest.raises(SystemExit) as stop:
+        work()
     assert stop.value.code == 128 + number
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
