@@ -36,6 +36,7 @@ from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import FullCoordinator, SyncCoordinator, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
+from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
 
 
 class Evaluator(Protocol):
@@ -90,6 +91,7 @@ class Trainer:
         shape_report: the result of an earlier startup shape validation; without it `fit` validates.
 
     Raises:
+        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them.
         DeviceError: the device does not exist here.
     """
 
@@ -114,6 +116,7 @@ class Trainer:
         metadata: Mapping[str, Any] | None = None,
         shape_report: ShapeReport | None = None,
     ) -> None:
+        refuse_unsupported(optimizer, scheduler)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         self.model = model
@@ -172,7 +175,8 @@ class Trainer:
         nothing. Ctrl-C, SIGTERM and SIGHUP finish the current step and end the run with a checkpoint.
 
         Raises:
-            ConfigError: the target is not positive, or `optimizer.ema` is on and the model cannot be copied.
+            ConfigError: the target is not positive or further than the scheduler reaches, or `optimizer.ema` is on and
+                the model cannot be copied.
             RunLockedError: another process is training in this folder.
             NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
@@ -197,6 +201,7 @@ class Trainer:
         requested = next(steps for steps in (max_steps, self.max_steps, configured) if steps is not None)
         if requested <= 0:
             raise ConfigError(f"max_steps must be positive, not {requested}")
+        refuse_exhausted(self.scheduler, requested - self.step)
         manager = self.checkpoint_manager
         checkpoints = manager.directory if manager is not None and manager.enabled else None
         for folder in (self._lock_directory, checkpoints):
