@@ -57,6 +57,7 @@ class _Fit:
     saver: CheckpointSaver | None
     coordinator: FullCoordinator | None
     signals: SignalWatch
+    show_step: Callable[[int], object]
     evaluated_at: int | None = None
     eval_loss: float | None = None
 
@@ -214,9 +215,12 @@ class Trainer:
             saver = CheckpointSaver(manager, self.logger, background=self.config.checkpoint.background)
             stack.callback(saver.close)
         utilisation = flop_utilisation(self.model, self.device, self.precision.dtype, self.config.data.block_size)
+        target = max(self.step, requested)
+        # A user's own logger may have no cadence; then every step is logged.
+        every = getattr(self.logger, "every_steps", 1)
         self._fit = fit = _Fit(
             first_step=self.step,
-            target=max(self.step, requested),
+            target=target,
             updater=Updater(
                 self.model,
                 compilation=self._compilation,
@@ -228,12 +232,14 @@ class Trainer:
                 config=self.config,
                 logger=self.logger,
             ),
-            # A user's own logger may have no cadence; then every step is logged.
-            readback=Readback(self.device, getattr(self.logger, "every_steps", 1)),
-            reporter=StepReporter(self.logger, self._state.counters, self.device, utilisation),
+            readback=Readback(self.device, every),
+            reporter=StepReporter(
+                self.logger, self._state.counters, self.device, utilisation, target=target, every=every
+            ),
             saver=saver,
             coordinator=with_defaults(self.coordinator, self.config) if self.coordinator is not None else None,
             signals=stack.enter_context(SignalWatch()),
+            show_step=getattr(self.logger, "show_step", lambda step: None),
         )
         stack.callback(self._leave)
         return fit
@@ -278,6 +284,7 @@ class Trainer:
                 "micro_batches": self.config.accumulation_steps,
             },
         )
+        fit.reporter.begin()
 
     # ------------------------------------------------------------------ one global step
 
@@ -324,6 +331,7 @@ class Trainer:
             at=time.perf_counter(),
         )
         self._report(fit, fit.readback.add(update))
+        fit.show_step(self.step)
         self._skip_finished_work(fit)
         return True
 
@@ -399,7 +407,8 @@ class Trainer:
         self._settle()
         averaged = self.averaged_model
         model = averaged if averaged is not None else self.model
-        numbers = self._evaluator(model, lambda: fit.signals.received is not None)
+        with fit.reporter.evaluating():
+            numbers = self._evaluator(model, lambda: fit.signals.received is not None)
         if numbers is not None:
             fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
             self.logger.emit("eval", {"step": self.step, **numbers})
