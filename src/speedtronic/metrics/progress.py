@@ -42,7 +42,7 @@ class ProgressSink:
         self._clock = clock
         self._live: Progress | None = None
         self._task: TaskID | None = None
-        self._target = 0
+        self._target: float = 0
         self._step: float = 0
         self._numbers = ""
         self._above: list[str] = []  # lines that wait for the next frame
@@ -104,7 +104,7 @@ class ProgressSink:
         )
         self._target, self._step = payload["target_steps"], payload["step"]
         self._numbers = ""
-        self._task = self._live.add_task("", total=self._target, completed=self._step, numbers="")
+        self._task = self._live.add_task("", total=self._target, completed=payload["step"], numbers="")
         self._live.start()
 
     def _draw(self) -> None:
