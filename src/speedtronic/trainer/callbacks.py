@@ -40,7 +40,7 @@ class RunView:
         run: Run,
         *,
         target: int,
-        evaluate: Callable[[], Mapping[str, Any] | None],
+        evaluate: Callable[[], Mapping[str, Any] | None] | None,
         can_save: bool,
     ) -> None:
         self.target = target
@@ -119,6 +119,11 @@ class RunView:
         Raises:
             ConfigError: there is nothing to evaluate on.
         """
+        if self._evaluate is None:
+            raise ConfigError(
+                "a callback has called evaluate(), and nothing is held out: set data.validation_fraction, let "
+                "data.dataset return a pair (training, validation), or pass an evaluator to the Trainer"
+            )
         return self._evaluate()
 
     def save(self) -> None:

@@ -169,8 +169,7 @@ class Trainer:
         It is in evaluation mode, and training continues to change it. None without an average, and before the first
         `fit` or `resume`, where the average starts.
         """
-        average = self._state.average
-        return average.model() if average is not None else None
+        return self._state.average.model() if self._state.average is not None else None
 
     # ------------------------------------------------------------------ the loop
 
@@ -249,7 +248,12 @@ class Trainer:
             saver=saver,
             coordinator=with_defaults(self.coordinator, self.config) if self.coordinator is not None else None,
             signals=stack.enter_context(SignalWatch()),
-            view=RunView(self, target=target, evaluate=self._evaluate_for_a_callback, can_save=saver is not None),
+            view=RunView(
+                self,
+                target=target,
+                evaluate=None if self._evaluator is None else self._evaluate_now,
+                can_save=saver is not None,
+            ),
             show_step=getattr(self.logger, "show_step", lambda step: None),
         )
         stack.callback(self._leave)
@@ -318,7 +322,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if not applied:
             return False
-
         # The update is done. Advance the schedule, the step, the coordinator and the average of the weights.
         group = self.optimizer.param_groups[0]
         lr_applied = float(group["lr"])
@@ -432,23 +435,16 @@ class Trainer:
     def _evaluate(self, fit: _Fit) -> None:
         """Evaluate this step, unless that has been done."""
         if self._evaluator is not None and fit.evaluated_at != self.step:
-            self._evaluate_now(fit, self._evaluator)
+            self._evaluate_now()
 
-    def _evaluate_for_a_callback(self) -> Mapping[str, Any] | None:
-        if self._evaluator is None:
-            raise ConfigError(
-                "a callback has called evaluate(), and nothing is held out: set data.validation_fraction, let "
-                "data.dataset return a pair (training, validation), or pass an evaluator to the Trainer"
-            )
-        if self._fit is None:
+    def _evaluate_now(self) -> Mapping[str, Any] | None:
+        fit, evaluator = self._fit, self._evaluator
+        if fit is None or evaluator is None:
             raise RuntimeError("the fit that this view belongs to has ended")
-        return self._evaluate_now(self._fit, self._evaluator)
-
-    def _evaluate_now(self, fit: _Fit, evaluator: Evaluator) -> Mapping[str, Any] | None:
         # A step that is not finite raises here.
         self._settle()
         averaged = self.averaged_model
-        model = averaged if averaged is not None else self.model
+        model = self.model if averaged is None else averaged
         with fit.reporter.evaluating():
             numbers = evaluator(model, lambda: fit.signals.received is not None)
         if numbers is not None:
