@@ -110,6 +110,7 @@ Factory = Annotated[
     _check_match(_FACTORIES, "an importable factory, written package.module:function"),
     _schema_match(_FACTORIES),
 ]
+FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
 _COMPONENTS = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NodeId = Annotated[
     str,
