@@ -37,6 +37,7 @@ from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import FullCoordinator, SyncCoordinator, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
+from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
 
 
 class Evaluator(Protocol):
@@ -95,7 +96,8 @@ class Trainer:
             configuration names are built by `build_runtime`.
 
     Raises:
-        ConfigError: one of the callbacks is none.
+        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them; or one of
+            the callbacks is none.
         DeviceError: the device does not exist here.
     """
 
@@ -121,6 +123,7 @@ class Trainer:
         shape_report: ShapeReport | None = None,
         callbacks: Iterable[object] = (),
     ) -> None:
+        refuse_unsupported(optimizer, scheduler)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         self.model = model
@@ -177,11 +180,12 @@ class Trainer:
         """Train until the global step reaches the target, and return what happened.
 
         The target is `max_steps`, else the constructor's, else the config's; a run that is already past it trains
-        nothing. Ctrl-C and SIGTERM finish the current step and end the run with a checkpoint. What a callback raises
-        ends it too, after a checkpoint that was due.
+        nothing. Ctrl-C, SIGTERM and SIGHUP finish the current step and end the run with a checkpoint. What a callback
+        raises ends it too, after a checkpoint that was due.
 
         Raises:
-            ConfigError: the target is not positive, or `optimizer.ema` is on and the model cannot be copied.
+            ConfigError: the target is not positive or further than the scheduler reaches, or `optimizer.ema` is on and
+                the model cannot be copied.
             RunLockedError: another process is training in this folder.
             NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
@@ -208,6 +212,7 @@ class Trainer:
         requested = next(steps for steps in (max_steps, self.max_steps, configured) if steps is not None)
         if requested <= 0:
             raise ConfigError(f"max_steps must be positive, not {requested}")
+        refuse_exhausted(self.scheduler, requested - self.step)
         manager = self.checkpoint_manager
         checkpoints = manager.directory if manager is not None and manager.enabled else None
         for folder in (self._lock_directory, checkpoints):
