@@ -204,9 +204,16 @@ def write_readme_files(folder: Path, *names: str) -> None:
         (folder / name).write_text(readme_block(languages[Path(name).suffix], name), encoding="utf-8")
 
 
-def test_the_readmes_model_trains_by_its_yaml(folder: Path) -> None:
+def last_loss(shown: str) -> float:
+    losses = re.findall(r"^step .*?loss ([\d.]+)", shown, re.MULTILINE)
+    return float(losses[-1])
+
+
+def test_the_readmes_model_learns_by_its_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_readme_files(folder, "my_model.py", "my_run.yaml")
     assert main(["train", "my_run.yaml"]) == 0
+    # Chance is ln 64 = 4.16. Of the next token, a bigram can know that it is one of four, but for noise.
+    assert last_loss(capsys.readouterr().out) < 2.8
     assert (folder / "runs/bigram/checkpoints/step_000000000050").is_dir()
 
 
@@ -221,9 +228,10 @@ def test_the_readmes_callback_unfreezes_after_its_step(folder: Path) -> None:
     assert not torch.equal(weights[20], weights[22])
 
 
-def test_the_readmes_dataset_trains_by_its_yaml(folder: Path) -> None:
+def test_the_readmes_dataset_is_learnt_by_its_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_readme_files(folder, "my_data.py", "my_counting.yaml")
     assert main(["train", "my_counting.yaml"]) == 0
+    assert last_loss(capsys.readouterr().out) < 0.6  # counting has no surprises; chance is ln 64 = 4.16
     assert (folder / "runs/counting/checkpoints/step_000000000050").is_dir()
 
 

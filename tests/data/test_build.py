@@ -459,3 +459,24 @@ def test_an_order_seed_changes_the_order_of_the_training_part_alone(text_path: s
     assert there != here
     assert sorted(there) == sorted(here)
     assert rows(ordered.validation) == rows(other.validation)
+
+
+def test_a_tokenizer_beside_a_dataset_is_that_of_its_ids(factory: str, tmp_path: Path) -> None:
+    """So that a checkpoint knows what the ids mean, and `generate` can write."""
+    text = tmp_path / "text.txt"
+    text.write_text("some words and some more words\n" * 50, encoding="utf-8")
+    file = tmp_path / "tokenizer.json"
+    train_tokenizer([text], file, vocab_size=300)
+    section = {"dataset": f"{factory}:squares", "tokenizer": str(file)}
+    data = build_data(config(vocab_size=300, **section), pin_memory=False)
+    assert data.tokenizer is not None
+    assert data.tokenizer.decode(data.tokenizer.encode("some words")) == "some words"
+    with pytest.raises(DataError, match=r"a vocabulary of 27., but data\.vocab_size is 256"):
+        build_data(config(vocab_size=256, **section), pin_memory=False)
+    assert build_data(config(dataset=f"{factory}:squares"), pin_memory=False).tokenizer is None
+
+
+def test_a_tokenizer_that_would_encode_nothing_is_refused() -> None:
+    for options in ({"dataset": Squares(6)}, {}):
+        with pytest.raises(ConfigError, match=r"^tokenizer: is for data\.text_path"):
+            build_dataloader(config(), tokenizer=CharTokenizer(256), **options)

@@ -130,6 +130,8 @@ def build_dataloader(
         data = SpeedtronicConfig(data=data).data
     if vocab_size is not None:
         data = data.model_copy(update={"vocab_size": vocab_size})
+    if tokenizer is not None and (dataset is not None or data.text_path is None):
+        raise ConfigError("tokenizer: is for data.text_path, and nothing else would be encoded with it; leave it out")
     source = _open_source(data, tokenizer) if dataset is None else _Source(dataset)
     return _loader(
         _hold_out(source, data).train,
