@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     options = {"run.device": args.device, "run.max_steps": args.max_steps, "run.output_dir": args.output_dir}
     # JSON is YAML in which a folder named 2024 is still text.
-    overrides = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in options.items() if value is not None]
     config, folder = load_from_arguments(args, extra=overrides)
 
     # torch is imported only now: a mistake in the file is reported at once.
