@@ -360,8 +360,9 @@ class CheckpointManager:
             )
             write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
 
-        # Counted before the save has succeeded: one that fails late may be in the folder all the same.
-        self._saves += 1
+        # Counted before the save has succeeded: one that fails late may be in the folder all the same. A new run counts
+        # on from those before it in the folder, so that the count also tells which run saved last.
+        self._saves = 1 + (self._saves or max((entry.sequence for entry in self.entries()), default=0))
         path = self._install(step, fill)
         self._sound.add(path)
         try:
@@ -463,7 +464,7 @@ class CheckpointManager:
         """Take over the run of a checkpoint that was loaded, and warn of those that should have been loaded instead."""
         self.loaded_path = loaded.path
         self.run_id = loaded.run_id
-        self._saves = of_run(entries, loaded.run_id)[0].sequence
+        self._saves = max(entry.sequence for entry in entries)
         self._sound.add(loaded.path)
         unreadable = [
             entry
