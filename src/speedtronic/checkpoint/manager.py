@@ -125,7 +125,8 @@ class CheckpointManager:
             raise CheckpointError(f"checkpoint.keep_every: must be at least 1, or null; got {keep_every}")
         if keep_best < 0:
             raise CheckpointError(f"checkpoint.keep_best: must be at least 0, got {keep_best}")
-        self.directory = Path(directory)
+        # Absolute, as everything that outlives its construction: a user's code may change the working directory.
+        self.directory = Path(directory).absolute()
         self.every_steps = every_steps
         self.keep_last = keep_last
         self.enabled = enabled
@@ -260,6 +261,38 @@ class CheckpointManager:
         entries = self.entries()
         candidates = _candidates(entries, self._pointer()) if entries else []
         return next((entry.path for entry in candidates if entry.problem is None), None)
+
+    def latest_run_id(self) -> str | None:
+        """The id of the run that `load_latest` would continue, by a quick look; None when there is none."""
+        self._settle()
+        entries = self.entries()
+        candidates = _candidates(entries, self._pointer()) if entries else []
+        return next((entry.run_id for entry in candidates), None)
+
+    def best_path(self) -> Path:
+        """The sound checkpoint with the lowest `eval_loss` of the run that `load_latest` would continue.
+
+        Every byte of it was compared with its checksums.
+
+        Raises:
+            CheckpointError: no checkpoint of the run was evaluated, or none of those is sound.
+        """
+        self._settle()
+        ranked = self._by_eval_loss()
+        best = next((entry.path for entry in ranked if self._soundness(entry) == "sound"), None)
+        if best is None:
+            what = "that was evaluated is sound" if ranked else "was evaluated, so none is the best"
+            raise CheckpointError(f"{self.directory}: no checkpoint {what}; take the newest, or set eval.every_steps")
+        return best
+
+    def likely_best_path(self) -> Path | None:
+        """The checkpoint that `best_path` tries first, by a quick look; None where none was evaluated."""
+        self._settle()
+        return next((entry.path for entry in self._by_eval_loss() if entry.problem is None), None)
+
+    def _by_eval_loss(self) -> list[CheckpointEntry]:
+        entries = self.entries()
+        return by_eval_loss(_candidates(entries, self._pointer())) if entries else []
 
     def prune(self) -> list[Path]:
         """Remove this run's checkpoints that neither `keep_last`, `keep_every` nor `keep_best` covers.

@@ -108,7 +108,7 @@ def in_words(value: object) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether text can be written as UTF-8. A file's name with other bytes cannot: Python reads it as lone surrogates."""
+    """Whether text can be written as UTF-8. A file's name with other bytes cannot: Python holds them as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

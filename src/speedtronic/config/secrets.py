@@ -35,12 +35,10 @@ _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key names a secret: `secret_access_key`, `apiKey`, `tokens`; not `pad_token`, `num_tokens`, `key_dim`."""
+    """Whether a key names a secret: `secret_access_key`, `apiKey`, `tokens`; not `pad_token` or `num_tokens`."""
     words = [word.lower() for word in _WORDS.findall(key)]
     return bool(words) and (
-        words[-1].endswith(tuple(_ALWAYS_SECRET))
-        or not _ALWAYS_SECRET.isdisjoint(words)
-        or _grants_access(words)
+        words[-1].endswith(tuple(_ALWAYS_SECRET)) or not _ALWAYS_SECRET.isdisjoint(words) or _grants_access(words)
     )
 
 
