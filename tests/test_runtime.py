@@ -21,6 +21,7 @@ from speedtronic import runtime
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main
 from speedtronic.config import ConfigError, ModelConfig, SpeedtronicConfig, load_config
+from speedtronic.config.checks import NOT_BUILT as NOT_BUILT_KEYS
 from speedtronic.data import CharTokenizer, ShardWriter
 from speedtronic.errors import CheckpointError, DeviceError, NotBuiltError, RunLockedError
 from speedtronic.model import build_reference_transformer
@@ -212,7 +213,7 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
 
 
 def test_what_is_not_built_yet_is_refused_by_name_and_never_ignored(tmp_path: Path) -> None:
-    assert set(NOT_BUILT) == set(runtime._NOT_BUILT)
+    assert {key.partition(":")[0] for key in NOT_BUILT} == NOT_BUILT_KEYS.keys()
     for key, values in NOT_BUILT.items():
         with pytest.raises(NotBuiltError, match=key):
             build_runtime(tiny(tmp_path, **values))
@@ -349,6 +350,21 @@ def test_seeding_covers_python_numpy_torch_and_child_processes(monkeypatch: pyte
     assert os.environ["PYTHONHASHSEED"] == "42"
     seed_everything(43)
     assert random.random() != first[0]
+
+
+@pytest.mark.parametrize("seed", [2**32, -1, 2**64 + 7, -(2**70)])
+def test_any_whole_number_is_a_seed_and_child_processes_still_start(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+    def draw() -> tuple[float, float, float]:
+        seed_everything(seed)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    first = draw()
+    np.random.seed(99)
+    assert draw() == first
+    assert os.environ["PYTHONHASHSEED"] == str(seed % 2**32)
+    assert subprocess.run([sys.executable, "-S", "-c", ""], check=False).returncode == 0
 
 
 def test_all_cuda_devices_are_seeded_when_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,3 +770,18 @@ def test_a_model_that_takes_no_document_ids_is_refused_a_document_mask(
     )
     with pytest.raises(ConfigError, match=r"data\.document_mask: the model 'takes-no-documents' has no argument"):
         build_runtime(config)
+
+
+def test_a_warmup_that_is_not_given_stays_as_it_was_when_a_resumed_run_becomes_longer(tmp_path: Path) -> None:
+    """Resolved once: 40 updates have a warmup of 4, and so have the 400 that they become."""
+    short = tiny(tmp_path, run={"max_steps": 40}, scheduler={"warmup_steps": None}, checkpoint={"every_steps": 3})
+    trainer, _ = build_runtime(short, max_steps=3)
+    assert trainer.config.scheduler.warmup_steps == 4
+    trainer.fit()
+    longer = {**short, "run": {**short["run"], "max_steps": 400}}
+    resumed, _ = build_runtime(longer, resume=True)
+    assert resumed.config.scheduler.warmup_steps == 4
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4)  # the last step of the warmup
+    given, _ = build_runtime({**longer, "scheduler": {"warmup_steps": 8}}, resume=True)
+    assert given.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 4 / 8)
+    assert build_runtime(longer)[0].config.scheduler.warmup_steps == 40

@@ -250,25 +250,24 @@ def load_generator(
 
 
 def _load_state(source: Path, *, best: bool) -> dict[str, Any]:
-    files = FileSystem()
     if (source / MANIFEST).is_file():
         if best:
             raise ConfigError(f"{source}: is one checkpoint; to take the best, name the folder of its run")
-    else:
-        below = source / "checkpoints"
-        manager = CheckpointManager(below if below.is_dir() else source)
-        if not best:
-            state = manager.load_latest()
-            if state is None:
-                raise CheckpointError(
-                    f"{source}: there is no checkpoint here; train first, or name the folder of a run"
-                )
-            return state
-        source = manager.best_path()
+        return _state_of(source)
+    below = source / "checkpoints"
+    manager = CheckpointManager(below if below.is_dir() else source)
+    state = manager.use_newest(_state_of, best=True) if best else manager.load_latest()
+    if state is None:
+        raise CheckpointError(f"{source}: there is no checkpoint here; train first, or name the folder of a run")
+    return state
+
+
+def _state_of(checkpoint: Path) -> dict[str, Any]:
+    files = FileSystem()
     try:
-        return read_state(files, source, read_manifest(files, source))
+        return read_state(files, checkpoint, read_manifest(files, checkpoint))
     except CheckpointError as error:
-        raise CheckpointError(f"{source}: {error}") from error
+        raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -12,7 +12,7 @@ import random
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -27,10 +27,11 @@ from speedtronic.checkpoint import CheckpointManager, RunLock
 from speedtronic.checkpoint.export.llama import MODEL_NAMES, hidden_differences, reference_names
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
+from speedtronic.config.checks import doubts, needs_held_out_data, refuse_what_cannot_be_trained
 from speedtronic.config.run_folder import RUN_CONFIG, imported_from, run_folder, save_run
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
-from speedtronic.errors import CheckpointError, NotBuiltError
+from speedtronic.errors import CheckpointError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.transformer import NORM_EPS
@@ -118,6 +119,10 @@ def _build(
         saved = manager.load_latest()
         if saved is None:
             logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
+        else:
+            _keep_warmup(settings, saved)
+    for doubt in doubts(settings, max_steps):
+        logger.warning(doubt)
 
     model = build_model(settings.model).to(target_device)
     _check_takes_documents(model, settings)
@@ -198,7 +203,7 @@ def _resolve(config: ConfigSource) -> SpeedtronicConfig:
         A configuration of the run's own. What the caller does to `config` later does not change it.
     """
     settings = load_config(config)
-    refuse_what_is_not_built(settings)
+    refuse_what_cannot_be_trained(settings)
     folder = None  # of the file, if it is one
     if isinstance(config, os.PathLike) or (isinstance(config, str) and Path(config).is_file()):
         folder = Path(config).resolve().parent
@@ -239,50 +244,26 @@ def _exists(module: str) -> bool:
         return False
 
 
-# What a configuration can ask for and this version cannot do. Such a key is refused by name, never ignored.
-_NOT_BUILT: Mapping[str, Callable[[SpeedtronicConfig], bool]] = {
-    "distributed.worker_repo_id": lambda c: c.distributed.enabled and c.distributed.worker_repo_id is not None,
-    "distributed.codec: int8, int4, int2, topk": (
-        lambda c: c.distributed.enabled and c.distributed.codec not in {"fp32", "bf16"}
-    ),
-    "distributed.outer: sparse_loco": lambda c: c.distributed.enabled and c.distributed.outer == "sparse_loco",
-    "distributed.trusted_nodes": lambda c: c.distributed.enabled and bool(c.distributed.trusted_nodes),
-    "distributed.robust": lambda c: c.distributed.enabled and c.distributed.robust != "none",
-    "ooo_backprop": lambda c: c.ooo_backprop,
-    "tune": lambda c: c.tune != "off",
-    "compile_options.regional": lambda c: bool(c.compile_options.regional),
-    "precision.mode: fp8": lambda c: c.precision.mode == "fp8",
-    "eval.patience": lambda c: c.eval.patience is not None,
-    "eval.samples": lambda c: c.eval.samples > 0,
-    "logging.trackers": lambda c: bool(c.logging.trackers),
-}
-
-
-def refuse_what_is_not_built(config: SpeedtronicConfig) -> None:
-    """Raise NotBuiltError naming every key that asks for a part this version does not have yet."""
-    asked = [key for key, is_asked in _NOT_BUILT.items() if is_asked(config)]
-    if asked:
-        raise NotBuiltError(
-            "\n".join(f"{key}: not part of this version yet; remove it from the configuration" for key in asked)
-        )
-
-
 # ---------------------------------------------------------------------- parts
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's `random`, PYTHONHASHSEED for child processes, NumPy, and torch on the CPU and all CUDA devices."""
+    """Seed Python's `random`, PYTHONHASHSEED for child processes, NumPy, and torch on the CPU and all CUDA devices.
+
+    Any integer is a seed. Where fewer bits count, its last ones do: 32 for NumPy and PYTHONHASHSEED, 64 for torch.
+    """
     random.seed(seed)
-    os.environ["PYTHONHASHSEED"] = str(seed)
+    # Python does not start with a hash seed outside these bits.
+    os.environ["PYTHONHASHSEED"] = str(seed % 2**32)
     try:
         import numpy as np
 
-        np.random.seed(seed)
+        np.random.seed(seed % 2**32)
     except Exception:  # noqa: BLE001 - documented: a broken or absent NumPy must not stop a run that may not use it
         pass
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)
     if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
+        torch.cuda.manual_seed_all(seed % 2**64)
 
 
 def _configure_torch(config: SpeedtronicConfig) -> None:
@@ -450,11 +431,8 @@ def _build_evaluator(
     logger: MetricLogger,
 ) -> HeldOutLoss | None:
     if data.validation is None:
-        remedy = "set data.validation_fraction, or let data.dataset return a pair (training, validation)"
-        if config.eval.every_steps is not None:
-            raise ConfigError(f"eval.every_steps: nothing is held out to evaluate on; {remedy}")
-        if config.checkpoint.keep_best > 0:
-            raise ConfigError(f"checkpoint.keep_best: nothing is held out to find the best checkpoint by; {remedy}")
+        if (problem := needs_held_out_data(config)) is not None:
+            raise ConfigError(problem)
         return None
 
     def from_the_beginning(loader: Loader) -> Loader:
@@ -472,6 +450,13 @@ def _build_evaluator(
 
 
 # ---------------------------------------------------------------------- resume
+
+
+def _keep_warmup(config: SpeedtronicConfig, saved: Mapping[str, Any]) -> None:
+    """Let a warmup that the configuration does not give be as long as it was: a longer run must not move it."""
+    before = saved["config"]["scheduler"]["warmup_steps"] if "config" in saved else None
+    if before is not None and config.scheduler.follows("warmup_steps"):
+        config.scheduler.warmup_steps = before
 
 
 def _resume(trainer: Trainer, state: dict[str, Any], config: SpeedtronicConfig) -> None:

@@ -16,6 +16,7 @@ from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main, output
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
+from speedtronic.durable.files import FileSystem
 from speedtronic.model.transformer import build_reference_transformer
 
 # ---------------------------------------------------------------------- list
@@ -243,6 +244,46 @@ def test_a_bar_shows_how_much_is_read(
     assert shown.out.startswith("step_000000000010: sound")
 
 
+# ---------------------------------------------------------------------- while a run saves
+
+
+@pytest.fixture
+def overtaken(tmp_path: Path, config: SpeedtronicConfig, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that saves again, and removes what was there, when its first checkpoint's weights are first read."""
+    writer = CheckpointManager(tmp_path / "run" / "checkpoints", keep_last=1)
+    writer.save(5, state_of(config, 5))
+    original, is_saved = FileSystem.open, []
+
+    def open_(self: FileSystem, path: Path) -> Any:
+        if path.name == "model.safetensors" and not is_saved:
+            is_saved.append(True)
+            writer.save(10, state_of(config, 10))
+        return original(self, path)
+
+    monkeypatch.setattr(FileSystem, "open", open_)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("options", [[], ["--all"]])
+def test_a_checkpoint_that_a_run_removes_is_not_called_damaged(
+    overtaken: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert main(["checkpoints", "verify", str(overtaken), *options]) == 0
+    assert capsys.readouterr().out.startswith("step_000000000010: sound, ")
+
+
+@pytest.mark.parametrize("moment", ["while it is verified", "while it is copied"])
+def test_an_export_takes_the_next_checkpoint_if_a_run_removes_the_one_before(
+    overtaken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    if moment == "while it is copied":
+        monkeypatch.setattr("speedtronic.checkpoint.manager.check_files", lambda *files: None)
+    out, err = export(capsys, overtaken, "--out", tmp_path / "w.safetensors")
+    assert out.startswith(f"exported: {tmp_path / 'w.safetensors'}: step 10, ")
+    assert err == ""
+    assert load_file(tmp_path / "w.safetensors")
+
+
 def test_help_answers_without_torch() -> None:
     code = (
         "import sys\nfrom speedtronic.cli import main\n"
@@ -417,8 +458,6 @@ def test_checkpoints_of_version_2_are_not_exported(tmp_path: Path, capsys: pytes
 def test_a_full_disk_is_one_error_of_the_run(
     exportable: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from speedtronic.durable.files import FileSystem
-
     def full(self: FileSystem, file: Any, data: memoryview) -> None:
         raise OSError(28, "No space left on device")
 

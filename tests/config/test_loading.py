@@ -219,7 +219,15 @@ def test_a_contradiction_stands_at_the_nearest_place_that_was_given(text: str, p
 
 @pytest.mark.parametrize(
     "key",
-    ["run.output_dir", "data.text_path", "data.tokenizer", "checkpoint.directory", "logging.file", "run.name", "plugins"],
+    [
+        "run.output_dir",
+        "data.text_path",
+        "data.tokenizer",
+        "checkpoint.directory",
+        "logging.file",
+        "run.name",
+        "plugins",
+    ],
 )
 def test_a_nul_character_in_a_name_or_a_path_is_refused(key: str) -> None:
     value = '["a\\0b"]' if key == "plugins" else '"a\\0b"'

@@ -43,7 +43,6 @@ SECRET = "hf_verysecret123"
         "wandb_key",
         "WANDB_API_KEY",
         "sasToken",
-        "token",
         "ssh_keys",
     ],
 )
@@ -54,7 +53,17 @@ def test_a_key_that_names_a_secret_is_recognised(key: str) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        *("num_tokens", "special_tokens", "tokenizer", "key_dim", "token_dim", "endpoint", "keys_per_page", "author", ""),
+        *(
+            "num_tokens",
+            "special_tokens",
+            "tokenizer",
+            "key_dim",
+            "token_dim",
+            "endpoint",
+            "keys_per_page",
+            "author",
+            "",
+        ),
         *("pad_token", "eosToken", "mask_token", "sort_key", "primary_key", "image_token", "label_key", "monkey"),
         *("valid_key", "thread_key", "robotToken", "restore_key"),
     ],

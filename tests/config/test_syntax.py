@@ -13,7 +13,8 @@ SAME = "keys of one section begin in the same column"
     [
         (
             "run:\n  max_steps: 10\n seed: 3\n",
-            f"f:3: the indentation is wrong: this line begins after 1 space, and the lines above begin after 0 or 2; {SAME}",
+            f"f:3: the indentation is wrong: this line begins after 1 space, and the lines above begin after 0 or 2; "
+            f"{SAME}",
         ),
         (
             "run:\n    seed: 3\n  max_steps: 1\nmodel:\n  n_layer: 1\n",

@@ -21,6 +21,7 @@ from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, resolve_device
 from speedtronic.shapes import ShapeReport, resolve_shape_profile
 from speedtronic.trainer import SpeedtronicTrainer, Trainer, TrainingEngine
+from speedtronic.trainer.result import MetricRecords
 from tests.support.models import (
     ACCUMULATE_TWO,
     Coordinator,
@@ -279,6 +280,7 @@ def test_metrics_grow_on_every_step_whatever_the_cadence() -> None:
     )
 
     result = make_trainer(logger=MetricLogger(stream=Silence(), every_steps=4)).fit(10)
+    assert type(vars(result)["metrics"]) is MetricRecords  # a few numbers a step, until somebody asks for dicts
     assert [record["step"] for record in result.metrics] == list(range(1, 11))
 
 

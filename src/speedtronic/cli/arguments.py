@@ -155,13 +155,13 @@ def find_run(source: Path, overrides: Sequence[str] = ()) -> NamedRun:
         ConfigError: the configuration is wrong, or there is none.
     """
     from speedtronic.config import load_config
-    from speedtronic.config.run_folder import RUN_CONFIG, config_in, is_of_a_run, redacted_keys
+    from speedtronic.config.run_folder import RUN_CONFIG, config_in, is_of_a_run, load_config_in, redacted_keys
 
     if source.name == RUN_CONFIG and is_of_a_run(source):
         source = source.parent
     file = config_in(source) if source.is_dir() else None
     if file is not None:
-        config = load_config(file, [f"run.output_dir={_ITS_FOLDER}", *overrides])
+        config = load_config_in(file, [f"run.output_dir={_ITS_FOLDER}", *overrides])
         moved = config.run.output_dir != _ITS_FOLDER
         output = Path(config.run.output_dir) if moved else source
         return NamedRun(config, output, source.resolve(), redacted_keys(file, config))

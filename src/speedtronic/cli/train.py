@@ -47,9 +47,11 @@ def run(args: argparse.Namespace) -> int:
     ]
     config, plugins_folder = load_from_arguments(args, extra=overrides)
 
+    from speedtronic.config.checks import refuse_what_cannot_be_trained
     from speedtronic.config.run_folder import run_folder
     from speedtronic.durable.lock import RunLock
 
+    refuse_what_cannot_be_trained(config)
     folder = run_folder(config)
     with RunLock(folder) if folder is not None else nullcontext():
         former = None
@@ -62,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
             )
 
         # torch is imported only now: a mistake in the file or the folder is reported at once.
-        from speedtronic.runtime import import_plugins, refuse_what_is_not_built, train_from_config
+        from speedtronic.runtime import import_plugins, train_from_config
 
-        refuse_what_is_not_built(config)
         import_plugins(config.plugins, plugins_folder)
         if former is not None:
             output.write(f"the run in {config.run.output_dir} was moved to {set_aside(former)}\n")

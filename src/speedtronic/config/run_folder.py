@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from speedtronic.config.root import SpeedtronicConfig, load_config
+from speedtronic.config.root import SpeedtronicConfig, load_config, sections
 from speedtronic.config.secrets import REDACTED
 from speedtronic.config.text import parse
 from speedtronic.durable.files import FileSystem, ensure_directory, replace_file
@@ -78,6 +78,30 @@ def config_in(folder: Path) -> Path | None:
     except (ConfigError, OSError):
         return None
     return file if is_for_it else None
+
+
+def load_config_in(file: Path, overrides: Sequence[str] = ()) -> SpeedtronicConfig:
+    """Load the `config.yaml` in a run's folder.
+
+    A run writes its configuration resolved. Keys that follow others (`scheduler.max_steps` follows `run.max_steps`) do
+    so again, unless their value shows that they were given.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    if not is_of_a_run(file):
+        return load_config(file, overrides)
+    resolved = load_config(file).to_dict()
+    tree = parse(file.read_text(encoding="utf-8"), str(file)).data
+    for name, section in sections().items():
+        values = tree.get(name)
+        defaults = section.defaults()
+        for key in list(values) if isinstance(values, dict) else ():
+            if defaults.get(key, ...) is None and values[key] is not None:
+                without = {**tree, name: {other: value for other, value in values.items() if other != key}}
+                if load_config(without).to_dict() == resolved:
+                    tree, values = without, without[name]
+    return load_config(tree, overrides)
 
 
 def imported_from(folder: Path) -> list[Path]:

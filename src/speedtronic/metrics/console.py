@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -17,9 +18,9 @@ _FIXED_TERMINALS = ("dumb", "unknown")
 class ConsoleStream:
     """A text stream that never raises: a console that fails must not end a run.
 
-    Characters that the encoding lacks are escaped. Once a stream is gone (a closed pipe, a closed file), nothing more
-    is written to it. After any other failure, such as a full disk behind a redirection, the text is lost, because there
-    is no other place to report it.
+    Characters that the encoding lacks are escaped. Once a stream is gone (a closed pipe, file or terminal), nothing
+    more is written to it. After any other failure, such as a full disk behind a redirection, the text is lost, because
+    there is no other place to report it.
 
     Args:
         stream: where to write; None means the `sys.stdout` of each moment, which may be None too.
@@ -59,8 +60,10 @@ class ConsoleStream:
             # The reader has closed the pipe, or the file was closed.
             self._gone = True
             _discard_buffer(target)
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno == errno.EIO:  # the terminal was closed
+                self._gone = True
+                _discard_buffer(target)
 
 
 class ConsoleSink:

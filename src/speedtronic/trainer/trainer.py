@@ -36,6 +36,7 @@ from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import FullCoordinator, SyncCoordinator, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
+from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
 
 
 class Evaluator(Protocol):
@@ -91,6 +92,7 @@ class Trainer:
         shape_report: the result of an earlier startup shape validation; without it `fit` validates.
 
     Raises:
+        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them.
         DeviceError: the device does not exist here.
     """
 
@@ -116,6 +118,7 @@ class Trainer:
         metadata: Mapping[str, Any] | None = None,
         shape_report: ShapeReport | None = None,
     ) -> None:
+        refuse_unsupported(optimizer, scheduler)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         self.model = model
@@ -164,8 +167,7 @@ class Trainer:
         It is in evaluation mode, and training continues to change it. None without an average, and before the first
         `fit` or `resume`, where the average starts.
         """
-        average = self._state.average
-        return average.model() if average is not None else None
+        return self._state.average.model() if self._state.average is not None else None
 
     # ------------------------------------------------------------------ the loop
 
@@ -173,10 +175,11 @@ class Trainer:
         """Train until the global step reaches the target, and return what happened.
 
         The target is `max_steps`, else the constructor's, else the config's; a run that is already past it trains
-        nothing. Ctrl-C and SIGTERM finish the current step and end the run with a checkpoint.
+        nothing. Ctrl-C, SIGTERM and SIGHUP finish the current step and end the run with a checkpoint.
 
         Raises:
-            ConfigError: the target is not positive, or `optimizer.ema` is on and the model cannot be copied.
+            ConfigError: the target is not positive or further than the scheduler reaches, or `optimizer.ema` is on and
+                the model cannot be copied.
             RunLockedError: another process is training in this folder.
             NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
@@ -201,6 +204,7 @@ class Trainer:
         requested = next(steps for steps in (max_steps, self.max_steps, configured) if steps is not None)
         if requested <= 0:
             raise ConfigError(f"max_steps must be positive, not {requested}")
+        refuse_exhausted(self.scheduler, requested - self.step)
         manager = self.checkpoint_manager
         checkpoints = manager.directory if manager is not None and manager.enabled else None
         for folder in (self._lock_directory, checkpoints):
@@ -301,7 +305,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if not applied:
             return False
-
         # The update is done. Advance the schedule, the step, the coordinator and the average of the weights.
         group = self.optimizer.param_groups[0]
         lr_applied = float(group["lr"])
@@ -405,7 +408,7 @@ class Trainer:
             return
         self._settle()
         averaged = self.averaged_model
-        model = averaged if averaged is not None else self.model
+        model = self.model if averaged is None else averaged
         numbers = self._evaluator(model, lambda: fit.signals.received is not None)
         if numbers is not None:
             fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
