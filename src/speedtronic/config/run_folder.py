@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from speedtronic.config.root import SpeedtronicConfig, load_config, sections
@@ -94,13 +95,12 @@ def load_config_in(file: Path, overrides: Sequence[str] = ()) -> SpeedtronicConf
     resolved = load_config(file).to_dict()
     tree = parse(file.read_text(encoding="utf-8"), str(file)).data
     for name, section in sections().items():
-        values = tree.get(name)
-        defaults = section.defaults()
-        for key in list(values) if isinstance(values, dict) else ():
-            if defaults.get(key, ...) is None and values[key] is not None:
+        for key in section.following:
+            values = tree.get(name)
+            if isinstance(values, dict) and key in values:
                 without = {**tree, name: {other: value for other, value in values.items() if other != key}}
-                if load_config(without).to_dict() == resolved:
-                    tree, values = without, without[name]
+                with suppress(ConfigError):
+                    tree = without if load_config(without).to_dict() == resolved else tree
     return load_config(tree, overrides)
 
 
