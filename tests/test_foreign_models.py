@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -214,14 +215,15 @@ def test_a_trained_model_is_exported_by_its_own_save_pretrained(
     with torch.no_grad():
         expected = trainer.model.eval()(input_ids=ids).logits
 
-    folder = tmp_path / "hf"
-    assert main(["checkpoints", "export", str(path), "--out", str(folder), "--format", "huggingface"]) == 0
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    assert type(theirs) is type(trainer.model)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs.eval()(input_ids=ids).logits, expected, rtol=0, atol=0)
+    for run, folder in ((path, tmp_path / "hf"), (tmp_path / "run", tmp_path / "again")):
+        assert main(["checkpoints", "export", str(run), "--out", str(folder), "--format", "huggingface"]) == 0
+        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(report.values()), report
+        assert type(theirs) is type(trainer.model)
+        with torch.no_grad():
+            torch.testing.assert_close(theirs.eval()(input_ids=ids).logits, expected, rtol=0, atol=0)
 
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "alone")
     other = str(tmp_path / "other")
-    assert main(["checkpoints", "export", str(tmp_path / "run"), "--out", other, "--format", "huggingface"]) == 2
-    assert "name the YAML that it was trained with" in capsys.readouterr().err
+    assert main(["checkpoints", "export", str(tmp_path / "alone"), "--out", other, "--format", "huggingface"]) == 2
+    assert "name the run's folder or YAML" in capsys.readouterr().err

@@ -284,7 +284,7 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "safetensors  one plain file with the model's own names, which safetensors.torch.load_model loads\n"
         "huggingface  a folder that transformers loads, with the tokenizer where it has that form: of the reference\n"
         "             transformer as a Llama (with qk_norm as a Qwen3), of a model of Hugging Face by its own\n"
-        "             save_pretrained, if PATH is the YAML whose plugins define it\n"
+        "             save_pretrained\n"
         "\n"
         "Where the run kept an average of the weights (optimizer.ema), the average is written, as it was evaluated.\n"
         "The copy is there in full or not at all.",
@@ -354,29 +354,27 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
 
         tokenizer, notes = _tokenizer(model)
         options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "replace": args.force, "fs": fs}
-        module = _custom_model(args.path)
+        module = _custom_model(args)
         if module is None:
             return export_hugging_face(model, args.out, norm_eps=NORM_EPS, **options), notes
         return export_pretrained(model, module, args.out, **options), notes
 
 
-def _custom_model(path: Path) -> nn.Module | None:
-    """The run's own model, which the plugins of its YAML define; None for a built-in one, or without that file.
+def _custom_model(args: argparse.Namespace) -> nn.Module | None:
+    """The run's own model, which its plugins define; None for a built-in one, or where there is no configuration.
 
     Raises:
-        ConfigError: the YAML is wrong, or the model cannot be built.
+        ConfigError: the configuration is wrong, or the model cannot be built.
     """
     from speedtronic.config.checks import BUILT_IN_MODELS
     from speedtronic.registry import build_model
     from speedtronic.runtime import import_plugins
 
-    if not path.is_file():
+    found = find_checkpoints(args)
+    if found.config.model.name in BUILT_IN_MODELS:
         return None
-    config = load_config_of_run(path)
-    if config.model.name in BUILT_IN_MODELS:
-        return None
-    import_plugins(config.plugins, path.resolve().parent)
-    return build_model(config)
+    import_plugins(found.config.plugins, found.folder)
+    return build_model(found.config)
 
 
 def _open(args: argparse.Namespace) -> SavedModel:

@@ -317,8 +317,8 @@ def _reference_section(model: SavedModel) -> ModelConfig:
         kind = f"the model {given.get('name')!r}" if isinstance(given, dict) else "a model without a configuration"
         raise CheckpointError(
             f"{model.path}: the reference transformer has a Hugging Face form, and this is {kind}; export it with "
-            "--format safetensors, or, if it has a method save_pretrained, name the YAML that it was trained with, "
-            "since its plugins define it"
+            "--format safetensors, or, if it has a method save_pretrained, name the run's folder or YAML, since its "
+            "plugins define it"
         )
     try:
         return ModelConfig(**given)
