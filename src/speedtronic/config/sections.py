@@ -206,7 +206,7 @@ class ModelConfig(Section):
     ngram_order: Size = Field(
         default=1,
         description="Longest run of tokens, at most max_seq_len, that has its own embedding, added to that of its last "
-        "token. Each length above 1 takes ngram_buckets · d_model weights.",
+        "token. Each length above 1 takes ngram_buckets · d_model weights. No Hugging Face model has these.",
     )
     ngram_buckets: Size = Field(default=4096, description="Rows of each table of runs; runs are hashed to them.")
     gradient_checkpointing: bool = Field(
@@ -228,6 +228,16 @@ class ModelConfig(Section):
     def resolve(self) -> None:
         self.follow("n_kv_head", self.n_head)
         self.follow("d_ff", 4 * self.d_model)
+
+    @property
+    def without_hugging_face_form(self) -> str | None:
+        """Why `transformers` has no form of the reference transformer with these values; None if it has one."""
+        if self.ngram_order == 1:
+            return None
+        return (
+            f"model.ngram_order is {self.ngram_order}, and no model of Hugging Face's transformers has embeddings of "
+            "runs of tokens"
+        )
 
 
 class DataConfig(Section):
