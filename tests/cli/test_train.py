@@ -55,7 +55,7 @@ def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, capsys: pytest.Captu
     assert main(["train", str(config), "--resume"]) == 0
     out = capsys.readouterr().out
     assert "step 3" in out
-    assert "step 1 " not in out
+    assert "step 1/" not in out
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def long_run(folder: Path, **sections: Any) -> Iterator[subprocess.Popen[str]]:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if "step 5 " in line:
+            if "step 5/" in line:
                 break
         yield process
     finally:
