@@ -116,6 +116,31 @@ def _extra_arguments(config: ModelConfig, factory: ModelFactory) -> dict[str, An
     return config.extra
 
 
+def import_function(key: str, reference: str) -> Callable[..., Any]:
+    """What `package.module:function` in a configuration names.
+
+    Args:
+        key: where it stands, for messages.
+        reference: importable from the Python path, and from the configuration's folder once its plugins are loaded.
+
+    Raises:
+        ConfigError: there is no such module or function. What the module raises itself is passed on.
+    """
+    module, _, name = reference.partition(":")
+    if not module or not name:
+        raise ConfigError(f"{key}: {reference!r} must name a function as package.module:function")
+    try:
+        imported = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{key}: cannot import {module!r}: {error}") from error
+    if not hasattr(imported, name):
+        raise ConfigError(f"{key}: the module {module!r} has no {name!r}")
+    function = getattr(imported, name)
+    if not callable(function):
+        raise ConfigError(f"{key}: {reference} must be a function, not {type(function).__name__}")
+    return cast(Callable[..., Any], function)
+
+
 def _load(name: str, reference: str) -> ModelFactory:
     module_name, _, attribute = reference.partition(":")
     try:

@@ -37,6 +37,7 @@ from speedtronic.errors import (
     StoreRefusedError,
 )
 from speedtronic.metrics import MetricLogger
+from speedtronic.model.wrappers import unwrapped
 
 START_WAIT = 30.0
 """Seconds that a start waits for its first look at the store, so that a late node starts with the newest weights."""
@@ -74,7 +75,7 @@ class DumbDiLoCoCoordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._model = _uncompiled(model)
+        self._model = unwrapped(model)
         self._schema = Schema.of(self._model)
         self._store = store
         self._state_dir = Path(state_dir if state_dir is not None else config.state_dir)
@@ -200,7 +201,7 @@ class DumbDiLoCoCoordinator:
             ValueError: this is not the model of this coordinator.
             RuntimeError: it is not started.
         """
-        if _uncompiled(model) is not self._model:
+        if unwrapped(model) is not self._model:
             raise ValueError("this coordinator was made for another model than the one that is trained")
         if self._session is None:
             raise RuntimeError("a coordinator must be started before the first step")
@@ -532,9 +533,3 @@ class _LocalMaster:
         if self._loop.outer_step != before:
             self._on_version()
         return entered > 0
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside one from `torch.compile`."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner

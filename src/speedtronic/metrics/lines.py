@@ -7,6 +7,7 @@ from typing import Any
 from speedtronic.metrics.records import ERROR, LOG, TRAIN_STEP, WARNING, Record
 
 _RATES = {"steps_per_sec": "steps/s", "samples_per_sec": "samples/s", "tokens_per_sec": "tok/s"}
+_COUNTS_OF_TOKENS = frozenset({"tokens", "tokens_per_sec"})
 _LONGEST_TEXT = 200
 
 # Text may come from anywhere: a path, an error, a generated sample. Control characters are escaped, so that they cannot
@@ -19,7 +20,9 @@ def format_line(record: Record) -> str:
     """The line of a record, without its newline and without values that are None. A message may contain newlines."""
     if record.event == LOG and "message" in record.payload:
         return _prefix(record.level) + str(record.payload["message"]).translate(_VISIBLE)
-    words = [_field(key, value) for key, value in record.payload.items() if value is not None]
+    shown = ((key, value) for key, value in record.payload.items() if value is not None)
+    # Data without tokens have no rate of them.
+    words = [_field(key, value) for key, value in shown if value or key not in _COUNTS_OF_TOKENS]
     if record.event != TRAIN_STEP:
         words.insert(0, record.event)
     return _prefix(record.level) + "  ".join(words)

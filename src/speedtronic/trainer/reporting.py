@@ -75,7 +75,8 @@ class StepReporter:
             "peak_memory_bytes": peak_memory_bytes(self._device),
         }
         if self._utilisation is not None:
-            record["mfu"] = self._utilisation(tokens_per_sec)
+            # Of data without tokens nobody knows it.
+            record["mfu"] = self._utilisation(tokens_per_sec) if tokens_per_sec else None
         self.records.append(record)
         self._logger.emit("train_step", record)
 
