@@ -23,6 +23,7 @@ from speedtronic import runtime
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main
 from speedtronic.config import ConfigError, ModelConfig, SpeedtronicConfig, load_config
+from speedtronic.config.checks import NOT_BUILT as NOT_BUILT_KEYS
 from speedtronic.data import CharTokenizer, ShardWriter
 from speedtronic.errors import CheckpointError, DeviceError, NotBuiltError, RunLockedError
 from speedtronic.model import build_reference_transformer
@@ -214,7 +215,7 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
 
 
 def test_what_is_not_built_yet_is_refused_by_name_and_never_ignored(tmp_path: Path) -> None:
-    assert set(NOT_BUILT) == set(runtime._NOT_BUILT)
+    assert {key.partition(":")[0] for key in NOT_BUILT} == NOT_BUILT_KEYS.keys()
     for key, values in NOT_BUILT.items():
         with pytest.raises(NotBuiltError, match=key):
             build_runtime(tiny(tmp_path, **values))
@@ -456,6 +457,86 @@ def test_a_plugins_own_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.Mo
         build_runtime(path)
 
 
+# ---------------------------------------------------------------- callbacks
+
+
+CALLBACKS_OF_A_TEST = """
+from speedtronic.trainer import Callback
+
+class Stop(Callback):
+    def __init__(self, at=3):
+        self.at = at
+    def on_step_end(self, run):
+        if run.step == self.at:
+            run.stop()
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.at = state["at"] + 2
+
+def halfway(*, config):
+    return Stop(config.run.max_steps // 2)
+
+def wants_more(name):
+    return Stop()
+
+def fails():
+    raise OSError("no such place")
+
+number = 7
+
+def no_callback():
+    return number
+"""
+
+
+@pytest.fixture
+def callbacks_of_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "callbacks_of_a_test.py").write_text(CALLBACKS_OF_A_TEST, encoding="utf-8")
+    return tmp_path
+
+
+def test_callbacks_of_the_yaml_are_built_by_their_factories_and_resumed(callbacks_of_a_test: Path) -> None:
+    path = as_yaml(
+        tiny(callbacks_of_a_test, callbacks=["callbacks_of_a_test:Stop"], run={"max_steps": 9}), callbacks_of_a_test
+    )
+    assert train_from_config(path).steps == 3
+    assert train_from_config(path, resume=True).steps == 5
+
+
+def test_a_callbacks_factory_gets_the_configuration_if_it_asks_for_it_by_name(callbacks_of_a_test: Path) -> None:
+    config = tiny(callbacks_of_a_test, callbacks=["callbacks_of_a_test:halfway"], run={"max_steps": 8})
+    assert train_from_config(as_yaml(config, callbacks_of_a_test)).steps == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no_module_of_a_test:Stop", "callbacks: cannot import 'no_module_of_a_test'"),
+        ("callbacks_of_a_test:Sotp", "callbacks: the module 'callbacks_of_a_test' has no 'Sotp'"),
+        ("callbacks_of_a_test:number", "callbacks: callbacks_of_a_test:number must be a function, not int"),
+        ("callbacks_of_a_test:wants_more", "callbacks: callbacks_of_a_test:wants_more takes"),
+        ("callbacks_of_a_test:no_callback", "callbacks: int is no callback"),
+        ("callbacks_of_a_test", "written package.module:function"),
+    ],
+)
+def test_a_name_that_gives_no_callback_is_one_error_with_exit_code_2(
+    name: str, why: str, callbacks_of_a_test: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = callbacks_of_a_test / "run.yaml"
+    path.write_text(json.dumps(tiny(callbacks_of_a_test, callbacks=[name])), encoding="utf-8")
+    assert main(["train", str(path)]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_what_a_callbacks_factory_raises_is_passed_on_with_its_name(callbacks_of_a_test: Path) -> None:
+    path = as_yaml(tiny(callbacks_of_a_test, callbacks=["callbacks_of_a_test:fails"]), callbacks_of_a_test)
+    with pytest.raises(OSError, match="no such place") as caught:
+        build_runtime(path)
+    assert caught.value.__notes__ == ["raised by the factory callbacks_of_a_test:fails that callbacks names"]
+
+
 # ---------------------------------------------------------------- seeding
 
 
@@ -472,6 +553,21 @@ def test_seeding_covers_python_numpy_torch_and_child_processes(monkeypatch: pyte
     assert os.environ["PYTHONHASHSEED"] == "42"
     seed_everything(43)
     assert random.random() != first[0]
+
+
+@pytest.mark.parametrize("seed", [2**32, -1, 2**64 + 7, -(2**70)])
+def test_any_whole_number_is_a_seed_and_child_processes_still_start(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+    def draw() -> tuple[float, float, float]:
+        seed_everything(seed)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    first = draw()
+    np.random.seed(99)
+    assert draw() == first
+    assert os.environ["PYTHONHASHSEED"] == str(seed % 2**32)
+    assert subprocess.run([sys.executable, "-S", "-c", ""], check=False).returncode == 0
 
 
 def test_all_cuda_devices_are_seeded_when_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -877,3 +973,18 @@ def test_a_model_that_takes_no_document_ids_is_refused_a_document_mask(
     )
     with pytest.raises(ConfigError, match=r"data\.document_mask: the model 'takes-no-documents' has no argument"):
         build_runtime(config)
+
+
+def test_a_warmup_that_is_not_given_stays_as_it_was_when_a_resumed_run_becomes_longer(tmp_path: Path) -> None:
+    """Resolved once: 40 updates have a warmup of 4, and so have the 400 that they become."""
+    short = tiny(tmp_path, run={"max_steps": 40}, scheduler={"warmup_steps": None}, checkpoint={"every_steps": 3})
+    trainer, _ = build_runtime(short, max_steps=3)
+    assert trainer.config.scheduler.warmup_steps == 4
+    trainer.fit()
+    longer = {**short, "run": {**short["run"], "max_steps": 400}}
+    resumed, _ = build_runtime(longer, resume=True)
+    assert resumed.config.scheduler.warmup_steps == 4
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4)  # the last step of the warmup
+    given, _ = build_runtime({**longer, "scheduler": {"warmup_steps": 8}}, resume=True)
+    assert given.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 4 / 8)
+    assert build_runtime(longer)[0].config.scheduler.warmup_steps == 40

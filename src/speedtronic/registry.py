@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from torch import nn
@@ -116,29 +117,30 @@ def _extra_arguments(config: ModelConfig, factory: ModelFactory) -> dict[str, An
     return config.extra
 
 
-def import_function(key: str, reference: str) -> Callable[..., Any]:
-    """What `package.module:function` in a configuration names.
+def import_factory(name: str, *, key: str) -> Callable[..., Any]:
+    """What a configuration names as `package.module:function`.
 
     Args:
-        key: where it stands, for messages.
-        reference: importable from the Python path, and from the configuration's folder once its plugins are loaded.
+        name: of the function, class or other callable.
+        key: of the configuration, for errors.
 
     Raises:
-        ConfigError: there is no such module or function. What the module raises itself is passed on.
+        ConfigError: there is no such module, or nothing in it that has the name and can be called.
     """
-    module, _, name = reference.partition(":")
-    if not module or not name:
-        raise ConfigError(f"{key}: {reference!r} must name a function as package.module:function")
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{key}: {name!r} must name a factory as package.module:function")
     try:
-        imported = importlib.import_module(module)
+        found = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"{key}: cannot import {module!r}: {error}") from error
-    if not hasattr(imported, name):
-        raise ConfigError(f"{key}: the module {module!r} has no {name!r}")
-    function = getattr(imported, name)
-    if not callable(function):
-        raise ConfigError(f"{key}: {reference} must be a function, not {type(function).__name__}")
-    return cast(Callable[..., Any], function)
+    try:
+        factory = attrgetter(attribute)(found)
+    except AttributeError as error:
+        raise ConfigError(f"{key}: the module {module!r} has no {attribute!r}") from error
+    if not callable(factory):
+        raise ConfigError(f"{key}: {name} must be a function, not {type(factory).__name__}")
+    return cast(Callable[..., Any], factory)
 
 
 def _load(name: str, reference: str) -> ModelFactory:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -24,9 +25,10 @@ from speedtronic.checkpoint import CheckpointManager, RunLock
 from speedtronic.checkpoint.export.llama import MODEL_NAMES, hidden_differences, reference_names
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
+from speedtronic.config.checks import doubts, needs_held_out_data, refuse_what_cannot_be_trained
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
-from speedtronic.errors import CheckpointError, NotBuiltError
+from speedtronic.errors import CheckpointError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.transformer import NORM_EPS
@@ -34,7 +36,7 @@ from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
-from speedtronic.registry import build_model
+from speedtronic.registry import build_model, import_factory
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
 from speedtronic.trainer.forward import Forward, move_batch
@@ -113,6 +115,10 @@ def _build(
         saved = manager.load_latest()
         if saved is None:
             logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
+        else:
+            _keep_warmup(settings, saved)
+    for doubt in doubts(settings, max_steps):
+        logger.warning(doubt)
 
     model = build_model(settings.model).to(target_device)
     if uninitialized(model):
@@ -138,6 +144,7 @@ def _build(
         lock_directory=_lock_directory(settings),
         metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
         shape_report=shape_report,
+        callbacks=_build_callbacks(settings),
     )
     if saved is not None:
         _resume(trainer, saved, settings)
@@ -162,7 +169,7 @@ def _resolve(config: ConfigSource) -> SpeedtronicConfig:
         A configuration of the run's own. What the caller does to `config` later does not change it.
     """
     settings = load_config(config)
-    refuse_what_is_not_built(settings)
+    refuse_what_cannot_be_trained(settings)
     folder = None  # of the file, if it is one
     if isinstance(config, os.PathLike) or (isinstance(config, str) and Path(config).is_file()):
         folder = Path(config).resolve().parent
@@ -198,50 +205,26 @@ def _exists(module: str) -> bool:
         return False
 
 
-# What a configuration can ask for and this version cannot do. Such a key is refused by name, never ignored.
-_NOT_BUILT: Mapping[str, Callable[[SpeedtronicConfig], bool]] = {
-    "distributed.worker_repo_id": lambda c: c.distributed.enabled and c.distributed.worker_repo_id is not None,
-    "distributed.codec: int8, int4, int2, topk": (
-        lambda c: c.distributed.enabled and c.distributed.codec not in {"fp32", "bf16"}
-    ),
-    "distributed.outer: sparse_loco": lambda c: c.distributed.enabled and c.distributed.outer == "sparse_loco",
-    "distributed.trusted_nodes": lambda c: c.distributed.enabled and bool(c.distributed.trusted_nodes),
-    "distributed.robust": lambda c: c.distributed.enabled and c.distributed.robust != "none",
-    "ooo_backprop": lambda c: c.ooo_backprop,
-    "tune": lambda c: c.tune != "off",
-    "compile_options.regional": lambda c: bool(c.compile_options.regional),
-    "precision.mode: fp8": lambda c: c.precision.mode == "fp8",
-    "eval.patience": lambda c: c.eval.patience is not None,
-    "eval.samples": lambda c: c.eval.samples > 0,
-    "logging.trackers": lambda c: bool(c.logging.trackers),
-}
-
-
-def refuse_what_is_not_built(config: SpeedtronicConfig) -> None:
-    """Raise NotBuiltError naming every key that asks for a part this version does not have yet."""
-    asked = [key for key, is_asked in _NOT_BUILT.items() if is_asked(config)]
-    if asked:
-        raise NotBuiltError(
-            "\n".join(f"{key}: not part of this version yet; remove it from the configuration" for key in asked)
-        )
-
-
 # ---------------------------------------------------------------------- parts
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's `random`, PYTHONHASHSEED for child processes, NumPy, and torch on the CPU and all CUDA devices."""
+    """Seed Python's `random`, PYTHONHASHSEED for child processes, NumPy, and torch on the CPU and all CUDA devices.
+
+    Any integer is a seed. Where fewer bits count, its last ones do: 32 for NumPy and PYTHONHASHSEED, 64 for torch.
+    """
     random.seed(seed)
-    os.environ["PYTHONHASHSEED"] = str(seed)
+    # Python does not start with a hash seed outside these bits.
+    os.environ["PYTHONHASHSEED"] = str(seed % 2**32)
     try:
         import numpy as np
 
-        np.random.seed(seed)
+        np.random.seed(seed % 2**32)
     except Exception:  # noqa: BLE001 - documented: a broken or absent NumPy must not stop a run that may not use it
         pass
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)
     if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
+        torch.cuda.manual_seed_all(seed % 2**64)
 
 
 def _configure_torch(config: SpeedtronicConfig) -> None:
@@ -430,11 +413,8 @@ def _build_evaluator(
     logger: MetricLogger,
 ) -> HeldOutLoss | None:
     if data.validation is None:
-        remedy = "set data.validation_fraction, or let data.dataset return a pair (training, validation)"
-        if config.eval.every_steps is not None:
-            raise ConfigError(f"eval.every_steps: nothing is held out to evaluate on; {remedy}")
-        if config.checkpoint.keep_best > 0:
-            raise ConfigError(f"checkpoint.keep_best: nothing is held out to find the best checkpoint by; {remedy}")
+        if (problem := needs_held_out_data(config)) is not None:
+            raise ConfigError(problem)
         return None
 
     def from_the_beginning(loader: Loader) -> Loader:
@@ -452,7 +432,43 @@ def _build_evaluator(
     )
 
 
+def _build_callbacks(config: SpeedtronicConfig) -> list[object]:
+    """Call the factories of `callbacks`.
+
+    Raises:
+        ConfigError: there is no such factory, or it asks for more than `config`. What it raises itself is passed on.
+    """
+    callbacks: list[object] = []
+    for name in config.callbacks:
+        factory = import_factory(name, key="callbacks")
+        try:
+            signature = inspect.signature(factory)
+        except ValueError:  # some callables written in C have none
+            signature = inspect.Signature()
+        # By its name: another parameter, such as a step with a default, must not silently become the configuration.
+        arguments = {"config": config} if "config" in signature.parameters else {}
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"callbacks: {name} takes {signature}, and is called without arguments, or with config alone: {error}"
+            ) from None
+        try:
+            callbacks.append(factory(**arguments))
+        except Exception as error:  # the factory is the user's code; the error is raised on, and names it
+            error.add_note(f"raised by the factory {name} that callbacks names")
+            raise
+    return callbacks
+
+
 # ---------------------------------------------------------------------- resume
+
+
+def _keep_warmup(config: SpeedtronicConfig, saved: Mapping[str, Any]) -> None:
+    """Let a warmup that the configuration does not give be as long as it was: a longer run must not move it."""
+    before = saved["config"]["scheduler"]["warmup_steps"] if "config" in saved else None
+    if before is not None and config.scheduler.follows("warmup_steps"):
+        config.scheduler.warmup_steps = before
 
 
 def _resume(trainer: Trainer, state: dict[str, Any], config: SpeedtronicConfig) -> None:

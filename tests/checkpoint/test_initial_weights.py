@@ -111,6 +111,27 @@ def test_an_average_that_does_not_fit_is_listed_like_any_weight(tmp_path: Path) 
         load_initial_weights(net(), CheckpointManager(tmp_path).save(1, state))
 
 
+@pytest.mark.parametrize("moment", ["read_trees", "_check_fit"])
+def test_a_checkpoint_that_a_run_removes_meanwhile_gives_way_to_its_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    manager = CheckpointManager(tmp_path / "checkpoints", keep_last=1)
+    save_checkpoint(tmp_path, net(1), 1, manager)
+    original, calls = getattr(initial_weights, moment), []
+
+    def overtaken(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            save_checkpoint(tmp_path, net(2), 2, manager)
+        return original(*arguments)
+
+    monkeypatch.setattr(initial_weights, moment, overtaken)
+    model = net()
+    weights = load_initial_weights(model, tmp_path)
+    assert weights.source.name == "step_000000000002"
+    assert_equal(model, net(2))
+
+
 def test_the_newest_sound_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "checkpoints", keep_last=None)
     sources = [net(seed) for seed in range(3)]

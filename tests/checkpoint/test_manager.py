@@ -1057,3 +1057,122 @@ def test_a_copy_is_loaded_by_a_manager_of_its_folder(tmp_path: Path) -> None:
 def test_nothing_to_copy_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no sound checkpoint to copy"):
         CheckpointManager(tmp_path).copy_to(tmp_path / "b")
+
+
+# --- a reader while a run saves ---
+
+
+class Overtaken(FileSystem):
+    """A file system on which a run saves again, and removes what was there, just before a file is read."""
+
+    def __init__(self, folder: Path, before: str, saves: int = 1) -> None:
+        self.writer = CheckpointManager(folder, keep_last=1)
+        self.step = 1
+        self.writer.save(self.step, state_of(self.step))
+        self.before = before
+        self.saves = saves
+
+    def open(self, path: Path) -> FileIO:
+        if path.name == self.before and self.saves:
+            self.saves -= 1
+            self.step += 1
+            self.writer.save(self.step, state_of(self.step))
+        return super().open(path)
+
+
+EACH_FILE = pytest.mark.parametrize("name", [*FILES, MANIFEST, "latest.json"])
+
+
+@EACH_FILE
+@pytest.mark.parametrize("saves", [1, 2, 7])
+def test_a_reader_beside_a_run_finds_its_newest_checkpoint(
+    tmp_path: Path, warned: list[str], name: str, saves: int
+) -> None:
+    fs = Overtaken(tmp_path, name, saves)
+    reader = CheckpointManager(tmp_path, fs=fs, warn=warned.append)
+
+    assert step_of(reader.load_latest()) == fs.step == 1 + saves
+    assert reader.loaded_path == tmp_path / f"step_{1 + saves:012d}"
+    assert warned == []
+
+
+@EACH_FILE
+def test_every_way_to_look_finds_what_is_there(tmp_path: Path, name: str) -> None:
+    def reader(part: str) -> CheckpointManager:
+        return CheckpointManager(tmp_path / part, fs=Overtaken(tmp_path / part, name))
+
+    def newest_or_first(path: Path | None) -> bool:
+        return path is not None and path.name in ("step_000000000001", "step_000000000002")
+
+    assert newest_or_first(reader("verified").verified_path())
+    assert newest_or_first(reader("latest").latest_path())
+    assert len(reader("entries").entries()) == 1
+    assert newest_or_first(reader("copied").copy_to(tmp_path / "copy"))
+    assert step_of(CheckpointManager(tmp_path / "copy").load_latest()) in (1, 2)
+
+
+def test_what_is_done_with_the_newest_is_done_again_if_a_run_removes_it(tmp_path: Path) -> None:
+    writer = CheckpointManager(tmp_path, keep_last=1)
+    writer.save(1, state_of(1))
+    used = []
+
+    def use(path: Path) -> str:
+        used.append(path.name)
+        if len(used) == 1:
+            writer.save(2, state_of(2))
+        CheckpointManager(tmp_path).verify(path)
+        return path.name
+
+    assert CheckpointManager(tmp_path).use_newest(use) == "step_000000000002"
+    assert used == ["step_000000000001", "step_000000000002"]
+
+
+def test_an_error_of_what_is_done_with_the_newest_is_not_tried_again(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path).save(1, state_of(1))
+    used = []
+
+    def use(path: Path) -> None:
+        used.append(path)
+        raise CheckpointError("not for this model")
+
+    with pytest.raises(CheckpointError, match="not for this model"):
+        CheckpointManager(tmp_path).use_newest(use)
+    assert len(used) == 1
+    assert CheckpointManager(tmp_path / "none").use_newest(use) is None
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, warned: list[str]) -> None:
+    class Replaced(Overtaken):
+        def open(self, path: Path) -> FileIO:
+            if path.name == self.before and self.saves:
+                self.saves -= 1
+                self.writer.save(1, {**state_of(1), "note": "replaced"})
+            return super(Overtaken, self).open(path)
+
+    fs = Replaced(tmp_path, FILES[0])
+    loaded = CheckpointManager(tmp_path, fs=fs, warn=warned.append).load_latest()
+    assert loaded is not None
+    assert loaded["note"] == "replaced"
+    assert warned == []
+
+
+def test_a_run_that_is_faster_than_every_reader_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"before it can be read; raise its checkpoint\.keep_last"):
+        CheckpointManager(tmp_path, fs=Overtaken(tmp_path, FILES[0], saves=10**9)).load_latest()
+
+
+def test_the_first_save_of_a_run_is_not_taken_for_damage(tmp_path: Path, warned: list[str]) -> None:
+    class BeforeLatest(FileSystem):
+        """Finds no `latest.json` the first time, as a reader does that looks before it is written."""
+
+        looked = False
+
+        def open(self, path: Path) -> FileIO:
+            if path.name == "latest.json" and not self.looked:
+                self.looked = True
+                raise FileNotFoundError(path)
+            return super().open(path)
+
+    CheckpointManager(tmp_path).save(1, state_of(1))
+    assert step_of(CheckpointManager(tmp_path, fs=BeforeLatest(), warn=warned.append).load_latest()) == 1
+    assert warned == []

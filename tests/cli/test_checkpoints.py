@@ -15,8 +15,11 @@ from safetensors.torch import load_file
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main, output
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers import tiktoken
+from speedtronic.data.tokenizers.chars import CharTokenizer
+from speedtronic.durable.files import FileSystem
 from speedtronic.model.transformer import build_reference_transformer
+from tests.support.tokenizers import lines_of_ranks
 
 # ---------------------------------------------------------------------- list
 
@@ -242,6 +245,46 @@ def test_a_bar_shows_how_much_is_read(
     assert shown.out.startswith("step_000000000010: sound")
 
 
+# ---------------------------------------------------------------------- while a run saves
+
+
+@pytest.fixture
+def overtaken(tmp_path: Path, config: SpeedtronicConfig, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that saves again, and removes what was there, when its first checkpoint's weights are first read."""
+    writer = CheckpointManager(tmp_path / "run" / "checkpoints", keep_last=1)
+    writer.save(5, state_of(config, 5))
+    original, is_saved = FileSystem.open, []
+
+    def open_(self: FileSystem, path: Path) -> Any:
+        if path.name == "model.safetensors" and not is_saved:
+            is_saved.append(True)
+            writer.save(10, state_of(config, 10))
+        return original(self, path)
+
+    monkeypatch.setattr(FileSystem, "open", open_)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("options", [[], ["--all"]])
+def test_a_checkpoint_that_a_run_removes_is_not_called_damaged(
+    overtaken: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert main(["checkpoints", "verify", str(overtaken), *options]) == 0
+    assert capsys.readouterr().out.startswith("step_000000000010: sound, ")
+
+
+@pytest.mark.parametrize("moment", ["while it is verified", "while it is copied"])
+def test_an_export_takes_the_next_checkpoint_if_a_run_removes_the_one_before(
+    overtaken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    if moment == "while it is copied":
+        monkeypatch.setattr("speedtronic.checkpoint.manager.check_files", lambda *files: None)
+    out, err = export(capsys, overtaken, "--out", tmp_path / "w.safetensors")
+    assert out.startswith(f"exported: {tmp_path / 'w.safetensors'}: step 10, ")
+    assert err == ""
+    assert load_file(tmp_path / "w.safetensors")
+
+
 def test_help_answers_without_torch() -> None:
     code = (
         "import sys\nfrom speedtronic.cli import main\n"
@@ -348,30 +391,31 @@ def test_a_llama_has_the_separator_of_the_run(
     exportable: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = export(capsys, exportable, "--out", tmp_path / "hf", "--format", "huggingface", "--dtype", "bfloat16")
-    assert out.splitlines()[1:] == ["without a tokenizer.json: token ids are the UTF-8 bytes of the text"]
+    assert out.splitlines()[1:] == []
+    assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == "\0"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["model_type"], config["eos_token_id"], config["dtype"]) == ("llama", 0, "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("spec", "word", "separator"),
-    [
-        (None, "without a tokenizer: the model was trained on bare token ids", None),
-        (CorpusCharTokenizer("abc").spec(), "without a tokenizer.json: token ids are the places of the characters", 0),
-    ],
-)
-def test_what_is_missing_of_a_tokenizer_is_said(
-    tmp_path: Path,
-    config: SpeedtronicConfig,
-    capsys: pytest.CaptureFixture[str],
-    spec: Any,
-    word: str,
-    separator: int | None,
+def test_a_model_without_a_tokenizer_says_so(
+    tmp_path: Path, config: SpeedtronicConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    CheckpointManager(tmp_path).save(1, state_of(config, 1))
+    out, _ = export(capsys, tmp_path, "--out", tmp_path / "hf", "--format", "huggingface")
+    assert "without a tokenizer: the model was trained on bare token ids" in out
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_a_tokenizer_without_that_form_is_named(
+    tmp_path: Path, config: SpeedtronicConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tiktoken")
+    monkeypatch.setitem(tiktoken.ENCODINGS, 256, tiktoken.RankEncoding("bytes", r"\S+|\s+", 256, 257))
+    spec = {"type": "tiktoken", "ranks": lines_of_ranks([bytes([byte]) for byte in range(256)])}
     CheckpointManager(tmp_path).save(1, state_of(config, 1, spec))
     out, _ = export(capsys, tmp_path, "--out", tmp_path / "hf", "--format", "huggingface")
-    assert word in out
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == separator
+    assert "without a tokenizer.json: none is made of a tokenizer of type 'tiktoken'" in out
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
 
 
 def test_the_tokenizer_of_the_run_goes_along(
@@ -416,8 +460,6 @@ def test_checkpoints_of_version_2_are_not_exported(tmp_path: Path, capsys: pytes
 def test_a_full_disk_is_one_error_of_the_run(
     exportable: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from speedtronic.durable.files import FileSystem
-
     def full(self: FileSystem, file: Any, data: memoryview) -> None:
         raise OSError(28, "No space left on device")
 

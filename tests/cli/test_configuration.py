@@ -8,6 +8,7 @@ import pytest
 from speedtronic.cli import main
 from speedtronic.config import SpeedtronicConfig, load_config
 from speedtronic.config.reference import json_schema, markdown
+from tests.support.configs import tiny
 
 # ---------------------------------------------------------------------- validate
 
@@ -85,3 +86,41 @@ def test_schema_prints_the_reference_page(capsys: pytest.CaptureFixture[str]) ->
 def test_another_format_is_bad_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", "--format", "xml"]) == 2
     assert "invalid choice: 'xml'" in capsys.readouterr().err
+
+
+def test_validate_refuses_what_train_refuses_with_the_same_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {
+        "not built": "ooo_backprop: true\ntune: auto\ndistributed: {enabled: true, repo_id: 'dir:///x', codec: int4}\n",
+        "too long": "model: {max_seq_len: 16}\ndata: {block_size: 32}\n",
+        "nothing held out": "eval: {every_steps: 2}\ndata: {validation_fraction: 0}\n",
+        "no source": "data: {synthetic: false}\n",
+        "a jump": "max_steps: 20\nscheduler: {name: wsd, decay_steps: 30}\n",
+    }
+    for name, text in wrong.items():
+        (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+        said = []
+        for command in ("validate", "train"):
+            assert main([command, str(tmp_path / "c.yaml"), f"run.output_dir={tmp_path}"]) == 2, name
+            said.append(capsys.readouterr())
+        assert said[0] == said[1], name
+        assert said[0].out == ""
+
+
+def test_validate_and_train_warn_of_a_warmup_that_does_not_end_and_of_a_target_that_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = tiny(tmp_path / "run", scheduler={"warmup_steps": 100}, data={"max_steps": 2})
+    (tmp_path / "c.yaml").write_text(json.dumps(sections), encoding="utf-8")
+    assert main(["validate", str(tmp_path / "c.yaml"), "run.max_steps=3"]) == 0
+    out, err = capsys.readouterr()
+    assert load_config(out).run.max_steps == 3
+    first, second = err.splitlines()
+    assert first.startswith("warning: run.max_steps (--max-steps) is 3, but data.max_steps is 2 and goes before it")
+    assert second.startswith("warning: scheduler.warmup_steps is 100, but the run ends after 2 updates")
+    assert main(["train", str(tmp_path / "c.yaml"), "--max-steps", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert first.removeprefix("warning: ") in shown
+    assert second.removeprefix("warning: ") in shown
+    assert "train_end  step 2 " in shown

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from speedtronic.cli import configuration, main
-from speedtronic.cli.output import CountingFileSystem, age, counted, sigterm_unwinds, write_facts, write_table
+from speedtronic.cli.output import CountingFileSystem, age, counted, termination_unwinds, write_facts, write_table
 from speedtronic.durable.files import DamagedFileError
 
 # ---------------------------------------------------------------------- the standard output
@@ -181,12 +181,31 @@ def test_what_is_no_plain_file_is_refused_as_ever(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- interrupts
 
 
-def test_sigterm_ends_by_an_exception_and_the_former_handler_is_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as stop, sigterm_unwinds():
-        signal.raise_signal(signal.SIGTERM)
-    assert stop.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_by_an_exception_and_the_former_handlers_are_back(number: signal.Signals) -> None:
+    def work() -> None:
+        with termination_unwinds():
+            try:
+                signal.raise_signal(number)
+            finally:
+                signal.raise_signal(signal.SIGTERM)  # does not interrupt the removal
+                signal.raise_signal(signal.SIGHUP)
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    with pytest.raises(SystemExit) as stop:
+        work()
+    assert stop.value.code == 128 + number
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with termination_unwinds():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_in_another_thread_nothing_is_changed() -> None:
@@ -194,7 +213,7 @@ def test_in_another_thread_nothing_is_changed() -> None:
     seen = []
 
     def look() -> None:
-        with sigterm_unwinds():
+        with termination_unwinds():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=look)

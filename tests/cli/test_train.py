@@ -136,7 +136,7 @@ def long_run(folder: Path, **sections: Any) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_whole_group_leaves_the_data_workers_alone(number: signal.Signals, tmp_path: Path) -> None:
     with long_run(tmp_path, data={"num_workers": 2}) as process:
         os.killpg(process.pid, number)
@@ -145,7 +145,7 @@ def test_a_signal_to_the_whole_group_leaves_the_data_workers_alone(number: signa
     assert "Traceback" not in out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(number: signal.Signals, code: int, tmp_path: Path) -> None:
     with long_run(tmp_path) as process:
         process.send_signal(number)
@@ -157,6 +157,37 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(number: signal.Sign
     state = CheckpointManager(tmp_path / "run/checkpoints").load_latest()
     assert state is not None
     assert state["step"] == last_step
+
+
+ON_ITS_TERMINAL = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from speedtronic.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
+    config = write_config(tmp_path, run={"max_steps": 1_000_000})
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_ITS_TERMINAL, "train", str(config)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = b""
+    while b"step 5" not in shown:  # a line, or the bar that stands in its place
+        shown += os.read(ours, 4096)
+    os.close(ours)
+    try:
+        assert process.wait(60) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+    assert CheckpointManager(tmp_path / "run/checkpoints").load_latest() is not None
 
 
 def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(

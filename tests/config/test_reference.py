@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from speedtronic.config.base import Section
+from speedtronic.config.checks import NOT_BUILT
 from speedtronic.config.reference import json_schema, markdown
 from speedtronic.config.root import SpeedtronicConfig, sections
 from speedtronic.config.shorthands import HOMES, SECTION_NAMES
@@ -101,3 +102,14 @@ def test_the_page_has_a_row_for_every_key(name: str) -> None:
 def test_the_defaults_on_the_page_are_those_of_the_classes() -> None:
     assert "| `lr` | number ≥ 0 | `0.0003` | Peak learning rate. |" in markdown()
     assert "| `n_kv_head` | whole number > 0, ≤ 2147483647, null | `null` |" in markdown()
+
+
+def test_the_page_and_the_schema_mark_what_is_not_built_yet() -> None:
+    schema, page = json_schema(), markdown()
+    for key, values in NOT_BUILT.items():
+        section, _, leaf = key.rpartition(".")
+        keys = schema["$defs"][sections()[section].__name__]["properties"] if section else schema["properties"]
+        which = f": {', '.join(values)}" if values else ""
+        assert keys[leaf]["description"].endswith(f" Not part of this version yet{which}.")
+        assert f"| {keys[leaf]['description']} |" in page
+    assert page.count("Not part of this version yet") == len(NOT_BUILT)

@@ -183,6 +183,7 @@ DEFAULTS = {
     "ooo_backprop": False,
     "ooo_streams": 4,
     "plugins": [],
+    "callbacks": [],
     "tune": "off",
 }
 

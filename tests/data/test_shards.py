@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,13 +17,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from speedtronic.data.file_array import array_in_file
 from speedtronic.data.shard_writer import ShardWriter
 from speedtronic.data.shards import ShardSet, is_prepared
 from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import DataError
 from tests.support.shards import TEXT, make, read
 
+EITHER_WAY = pytest.mark.usefixtures("either_way")
 
+
+@pytest.fixture(params=["a set that is mapped", "a set too large for it"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "a set too large for it":
+        monkeypatch.setattr("speedtronic.data.shards.MOST_RESIDENT", 0)
+
+
+@EITHER_WAY
 @pytest.mark.parametrize("shard_tokens", [1, 7, 16, 106, 10_000])
 def test_tokens_are_read_at_any_position_across_shards(tmp_path: Path, shard_tokens: int) -> None:
     shards = ShardSet(make(tmp_path / "s", shard_tokens=shard_tokens))
@@ -180,6 +191,7 @@ def test_a_flipped_bit_is_found_by_verify(tmp_path: Path, name: str) -> None:
         ShardSet(folder).verify()
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-2]), Path.unlink])
 def test_a_file_that_is_damaged_after_the_set_was_opened_is_an_error(
     tmp_path: Path, damage: Callable[[Path], object]
@@ -204,6 +216,7 @@ def documents_of(folder: Path, lengths: Sequence[int], shard_tokens: int, *, unf
     return ShardSet(folder)
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("shard_tokens", [1, 2, 4, 8, 16, 75, 1000])
 @pytest.mark.parametrize("unfinished", [0, 5])
 def test_the_starts_of_documents_are_known_in_any_range(tmp_path: Path, shard_tokens: int, unfinished: int) -> None:
@@ -219,6 +232,7 @@ def test_the_starts_of_documents_are_known_in_any_range(tmp_path: Path, shard_to
             assert found.tolist() == expected, (start, stop)
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("shard_tokens", [1, 4, 1000])
 def test_the_lengths_of_documents_are_known(tmp_path: Path, shard_tokens: int) -> None:
     shards = documents_of(tmp_path / "s", LENGTHS, shard_tokens, unfinished=5)
@@ -227,6 +241,7 @@ def test_the_lengths_of_documents_are_known(tmp_path: Path, shard_tokens: int) -
     assert shards.documents == len(LENGTHS)
 
 
+@EITHER_WAY
 def test_a_set_of_one_unfinished_document_begins_once(tmp_path: Path) -> None:
     shards = documents_of(tmp_path / "s", [], 4, unfinished=9)
 
@@ -239,7 +254,8 @@ def test_a_folder_is_prepared_when_it_has_an_index(tmp_path: Path) -> None:
     assert is_prepared(make(tmp_path / "s"))
 
 
-def test_shards_pickle_without_their_maps(tmp_path: Path) -> None:
+@EITHER_WAY
+def test_shards_pickle_without_their_open_files(tmp_path: Path) -> None:
     shards = ShardSet(make(tmp_path / "s", TEXT * 1000, shard_tokens=10**6))
     assert read(shards, 0, 3) == list(b"The")
 
@@ -249,21 +265,24 @@ def test_shards_pickle_without_their_maps(tmp_path: Path) -> None:
     assert read(pickle.loads(pickled), 4, 5) == list(b"quick")
 
 
-def test_maps_are_dropped_before_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtronic.data.shards._MOST_MAPPED", 5)
-    shards = ShardSet(make(tmp_path / "s", shard_tokens=1))
-    mapped = []
-    np_memmap = np.memmap
+@pytest.mark.parametrize("largest_map", [0, 2**20])
+def test_files_are_closed_before_there_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest_map: int
+) -> None:
+    monkeypatch.setattr("speedtronic.data.shards.MOST_RESIDENT", largest_map)
+    monkeypatch.setattr("speedtronic.data.shards._MOST_OPEN", 5)
+    opened: list[weakref.ref[Any]] = []
 
     def counted(*args: Any, **options: Any) -> Any:
-        mapped.append(weakref.ref(array := np_memmap(*args, **options)))
+        opened.append(weakref.ref(array := array_in_file(*args, **options)))
         return array
 
-    monkeypatch.setattr("numpy.memmap", counted)
+    monkeypatch.setattr("speedtronic.data.shards.array_in_file", counted)
+    shards = ShardSet(make(tmp_path / "s", shard_tokens=1))
 
     assert read(shards, 0, 106) == [*TEXT.encode(), 0]
-    assert len(mapped) == 106
-    assert sum(reference() is not None for reference in mapped) <= 5
+    assert len(opened) == 106
+    assert sum(reference() is not None for reference in opened) <= 5
 
 
 # What a process has read and how much of files it holds, in bytes; and a set of shards whose files are all hole.
@@ -273,6 +292,9 @@ from pathlib import Path
 import numpy as np
 from speedtronic.data import shards as module
 from speedtronic.data.shards import ShardSet
+
+from speedtronic.data.text import ByteText
+from speedtronic.data.tokenizers.chars import CharTokenizer
 
 def read_bytes():
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
@@ -355,19 +377,23 @@ print(json.dumps([read_bytes() - before[0], resident() - before[1]]))
 
 
 READ_ALL_OVER = """
-module._MOST_RESIDENT = {limit} * 2**20
-shards = ShardSet(sys.argv[1])
+import speedtronic.data.text as text_module
+module.MOST_RESIDENT = text_module.MOST_RESIDENT = {limit} * 2**20
+path = Path(sys.argv[1])
+tokens = ShardSet(path) if path.is_dir() else ByteText(path, CharTokenizer())
 step = {step}
 for start in {order}:
-    shards.read(start * step, row)
+    tokens.read(start * step, row)
 print(resident("VmHWM"))
 """
 
 
-def peak(folder: Path, limit: int, order: str) -> int:
-    """The most memory of a process that reads at multiples of 64 kB, in bytes."""
-    size: int = measured(READ_ALL_OVER.format(limit=limit, step=2**15, order=order), folder)
-    return size
+def grown(path: Path, limit: int, step: int, order: str) -> int:
+    """By how many bytes the most memory of a process that reads at multiples of `step` exceeds that of one read."""
+    all_over, once = (
+        measured(READ_ALL_OVER.format(limit=limit, step=step, order=which), path) for which in (order, "range(1)")
+    )
+    return int(all_over - once)
 
 
 @on_linux
@@ -375,9 +401,45 @@ def peak(folder: Path, limit: int, order: str) -> int:
 def test_memory_does_not_grow_with_what_is_read(tmp_path: Path, order: str) -> None:
     folder = hollow(tmp_path / "s", 5, 2**24)
 
-    grown = peak(folder, 32, order) - peak(folder, 32, "range(1)")
+    assert grown(folder, 32, 2**15, order) <= 40 * 2**20  # of the 160 MB that were read
 
-    assert grown <= 40 * 2**20  # of the 160 MB that were read
+
+def filled(folder: Path, shards: int, shard_tokens: int) -> Path:
+    """A set as `hollow` makes it, whose tokens take room on the disk: a kernel keeps them in large pieces."""
+    hollow(folder, shards, shard_tokens)
+    tokens = np.full(2**20, 7, np.uint16).tobytes()
+    for path in folder.glob("*.bin"):
+        with path.open("r+b") as file:
+            file.seek(32)
+            for _ in range(shard_tokens // 2**20):
+                file.write(tokens)
+    return folder
+
+
+@on_linux
+def test_memory_does_not_grow_where_one_byte_costs_a_megabyte(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "s", 3, 2**24)
+
+    assert grown(folder, 16, 2**19, "range(95)") <= 16 * 2**20  # of 96 MiB, one row in each
+
+
+@on_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shards", "text"])
+def test_1200_mib_that_are_read_thinly_take_at_most_256(tmp_path: Path, kind: str) -> None:
+    if kind == "shards":
+        source = filled(tmp_path / "s", 3, 200 * 2**20)
+        step = 2**19
+    else:
+        source = tmp_path / "text.txt"
+        with source.open("wb") as file:
+            for _ in range(1200):
+                file.write(b"a" * 2**20)
+        step = 2**20
+    try:
+        assert grown(source, 256, step, "np.random.default_rng(0).permutation(1199).tolist()") <= 256 * 2**20
+    finally:
+        shutil.rmtree(tmp_path)  # pytest would keep it
 
 
 @on_linux
@@ -385,6 +447,4 @@ def test_memory_does_not_grow_with_what_is_read(tmp_path: Path, order: str) -> N
 def test_memory_does_not_grow_with_a_shard_of_gigabytes(tmp_path: Path) -> None:
     folder = hollow(tmp_path / "s", 1, 2**31)
 
-    grown = peak(folder, 256, "range(len(shards) // step)") - peak(folder, 256, "range(1)")
-
-    assert grown <= 270 * 2**20
+    assert grown(folder, 256, 2**15, "range(len(tokens) // step)") <= 270 * 2**20

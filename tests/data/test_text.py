@@ -92,6 +92,13 @@ def test_a_limit_that_cuts_a_character_leaves_it_out(tmp_path: Path) -> None:
     assert list(read_pieces(path, limit=4)) == [b"ab"]
 
 
+@pytest.fixture(params=["a file that is mapped", "a file too large for it"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "a file too large for it":
+        monkeypatch.setattr(text_module, "MOST_RESIDENT", 0)
+
+
+@pytest.mark.usefixtures("either_way")
 def test_bytes_are_read_at_any_position(tmp_path: Path) -> None:
     content = "some “text” 😀".encode()
     data = ByteText(write(tmp_path / "t.txt", content), CharTokenizer())
@@ -107,6 +114,7 @@ def test_invalid_utf8_at_the_start_is_found_before_training(tmp_path: Path) -> N
         ByteText(write(tmp_path / "t.txt", b"good\xffgood"), CharTokenizer())
 
 
+@pytest.mark.usefixtures("either_way")
 def test_invalid_utf8_further_on_is_found_when_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "CHECKED_BEFORE_TRAINING", 8)
     content = "é".encode() * 10 + b"\xff" + "é".encode() * 10
@@ -118,6 +126,7 @@ def test_invalid_utf8_further_on_is_found_when_it_is_reached(tmp_path: Path, mon
         read(data, 17, 4)
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_character_cut_off_by_the_end_of_a_long_file_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +146,7 @@ def test_a_byte_that_the_vocabulary_cannot_hold_is_found_before_training(tmp_pat
     assert len(ByteText(path, CharTokenizer(196))) == 6
 
 
+@pytest.mark.usefixtures("either_way")
 def test_a_byte_further_on_that_the_vocabulary_cannot_hold_is_found_when_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +169,8 @@ def test_content_is_recognised_wherever_it_lies(tmp_path: Path, monkeypatch: pyt
     assert content_checksum(write(tmp_path / "e", b"0123456789abcdefXhij")) != first
 
 
-def test_byte_text_pickles_without_its_map(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("either_way")
+def test_byte_text_pickles_without_its_open_file(tmp_path: Path) -> None:
     data = ByteText(write(tmp_path / "t.txt", b"x" * 100_000), CharTokenizer())
     read(data, 0, 10)
 
@@ -167,3 +178,12 @@ def test_byte_text_pickles_without_its_map(tmp_path: Path) -> None:
 
     assert len(pickled) < 2_000
     assert read(pickle.loads(pickled), 5, 3) == b"xxx"
+
+
+def test_a_text_that_is_shortened_after_it_was_opened_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.txt", b"x" * 100)
+    data = ByteText(path, CharTokenizer())
+    os.truncate(path, 50)
+
+    with pytest.raises(DataError, match=r"t\.txt: the text file has 50 bytes, and had 100 at the start"):
+        read(data, 60, 3)

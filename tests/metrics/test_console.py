@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -46,7 +47,8 @@ class Counting(io.StringIO):
 
 
 def test_nothing_more_is_written_to_a_stream_that_is_gone() -> None:
-    for error in (BrokenPipeError(), ValueError("I/O operation on closed file")):
+    closed_terminal = OSError(errno.EIO, "Input/output error")
+    for error in (BrokenPipeError(), ValueError("I/O operation on closed file"), closed_terminal):
         with case(error):
             stream = Counting(error)
             sink = ConsoleSink(stream, INFO)

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from speedtronic.model import causal_cross_entropy, causal_cross_entropy_sum
 from tests.support.cases import case
@@ -118,6 +121,58 @@ def test_the_gradient_is_the_same_under_function_transforms() -> None:
     leaf = logits.clone().requires_grad_()
     (expected,) = torch.autograd.grad(causal_cross_entropy(leaf, labels), leaf)
     torch.testing.assert_close(torch.func.grad(lambda x: causal_cross_entropy(x, labels))(logits), expected)
+
+
+def test_logits_far_from_zero_lose_no_digits() -> None:
+    """log Σ exp(x) of two logits of 10⁴ is 10⁴ + ln 2, which float32 rounds to 10⁴ + 0.69336."""
+    for height in (1e4, -1e4, 1e6, 1e30):
+        with case(height):
+            logits = torch.full((1, 1, 2), height, requires_grad=True)
+            loss = causal_cross_entropy(logits, torch.tensor([[0]]))
+            loss.backward()
+            assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
+            assert logits.grad is not None
+            assert logits.grad.tolist() == [[[-0.5, 0.5]]]
+
+
+def test_the_gradient_of_each_row_sums_to_zero() -> None:
+    logits, labels = random_case()
+    for shift in (0.0, 1e4):
+        with case(shift):
+            leaf = (logits + shift).requires_grad_()
+            (gradient,) = torch.autograd.grad(causal_cross_entropy_sum(leaf, labels)[0], leaf)
+            torch.testing.assert_close(gradient.sum(-1), torch.zeros(3, 6), rtol=0, atol=1e-6)
+
+
+def torchs_own(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_derivatives_of_derivatives_equal_torchs() -> None:
+    """A penalty on the gradient, and a penalty on the gradient of that."""
+    logits, labels = random_case()
+
+    def three_orders(loss: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        leaf = (3 * logits).requires_grad_()
+        (first,) = torch.autograd.grad(9 * loss(leaf, labels), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), leaf, create_graph=True)
+        return [first, second, *torch.autograd.grad(second.pow(3).sum(), leaf)]
+
+    torch.testing.assert_close(three_orders(causal_cross_entropy), three_orders(torchs_own))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jacfwd uses it
+def test_function_transforms_of_each_order_equal_torchs() -> None:
+    logits, labels = random_case()
+    logits = logits[:1, :2]
+    labels = labels[:1, :2]
+    for first in (torch.func.jacrev, torch.func.jacfwd):
+        for second in (torch.func.jacrev, torch.func.jacfwd):
+            with case(first, second):
+                ours, theirs = (
+                    first(second(partial(loss, labels=labels)))(logits) for loss in (causal_cross_entropy, torchs_own)
+                )
+                torch.testing.assert_close(ours, theirs)
 
 
 def test_labels_of_another_shape_are_refused_and_the_error_names_both_shapes() -> None:

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules import module as torch_module
 from torch.profiler import ProfilerActivity, profile
 
 from speedtronic.config import ModelConfig
@@ -25,6 +28,8 @@ from speedtronic.model import (
     build_reference_transformer,
     set_gradient_checkpointing,
 )
+from speedtronic.model import loss as loss_module
+from speedtronic.model import transformer as transformer_module
 from tests.support.cases import case
 
 TINY: dict[str, Any] = {
@@ -182,6 +187,34 @@ def test_a_projection_that_was_replaced_or_has_hooks_is_called_on_its_own() -> N
     torch.testing.assert_close(model(tokens())["logits"], expected)
 
 
+@pytest.mark.parametrize(
+    "register",
+    [
+        torch_module.register_module_forward_hook,
+        torch_module.register_module_forward_pre_hook,
+        torch_module.register_module_full_backward_hook,
+        torch_module.register_module_full_backward_pre_hook,
+    ],
+    ids=lambda register: register.__name__,
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about outputs that are no tensors
+def test_a_hook_on_all_modules_sees_every_layer(register: Callable[..., Any]) -> None:
+    """As counters of operations and profilers register them."""
+    model = tiny(tie_weights=False, ngram_order=2)
+    expected = model(tokens())["logits"]
+    names = {module: name for name, module in model.named_modules()}
+    seen: set[str] = set()
+    handle = register(lambda module, *_: seen.add(names[module]))
+    try:
+        logits = model(tokens())["logits"]
+        logits.sum().backward()
+    finally:
+        handle.remove()
+    torch.testing.assert_close(logits, expected)
+    layers = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | RMSNorm | nn.Embedding)}
+    assert layers <= seen
+
+
 class Quantised(Tensor):
     """A weight that cannot be concatenated with others, and counts its products."""
 
@@ -235,6 +268,81 @@ def test_rms_norm_works_under_function_transforms() -> None:
     gradient = torch.func.grad(lambda part: norm(part).square().sum())(x)
     leaf = x.clone().requires_grad_()
     torch.testing.assert_close(gradient, torch.autograd.grad(norm(leaf).square().sum(), leaf)[0])
+
+
+def test_derivatives_of_derivatives_through_a_norm_equal_those_of_its_formula() -> None:
+    """A penalty on the gradient, and a penalty on the gradient of that, for the input and for the weight."""
+    norm = RMSNorm(6)
+    nn.init.normal_(norm.weight)
+    data = torch.randn(4, 6)
+
+    def three_orders(normalised: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        leaf, weight = data.clone().requires_grad_(), norm.weight.detach().clone().requires_grad_()
+        first = torch.autograd.grad(normalised(leaf, weight).sin().sum(), (leaf, weight), create_graph=True)
+        penalty = sum(part.square().sum() for part in first)
+        second = torch.autograd.grad(penalty, (leaf, weight), create_graph=True)
+        third = torch.autograd.grad(sum(part.pow(3).sum() for part in second), (leaf, weight))
+        return [*first, *second, *third]
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(norm, {"weight": weight}, x)
+
+    torch.testing.assert_close(three_orders(ours), three_orders(plain_rms_norm), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jacfwd uses it
+def test_function_transforms_of_each_order_through_a_norm_equal_those_of_its_formula() -> None:
+    norm, x = RMSNorm(6), torch.randn(2, 6)
+    for first in (torch.func.jacrev, torch.func.jacfwd):
+        for second in (torch.func.jacrev, torch.func.jacfwd):
+            with case(first, second):
+                ours = first(second(lambda x: norm(x).sin().sum()))(x)
+                theirs = first(second(lambda x: plain_rms_norm(x, torch.ones(6)).sin().sum()))(x)
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_penalty_on_the_gradients_of_the_model_equals_one_through_torchs_operations() -> None:
+    """The attention kernels that torch takes by itself have no second derivative; the one of its formula has."""
+    model, ids = tiny(qk_norm=True, dropout=0.0), tokens()
+    enlarge(model)
+    weights = list(model.parameters())
+
+    def gradients_of_the_penalty() -> tuple[Tensor, ...]:
+        with sdpa_kernel(SDPBackend.MATH):
+            first = torch.autograd.grad(model(ids, labels=ids)["loss"], weights, create_graph=True)
+            return torch.autograd.grad(sum(part.square().sum() for part in first), weights)
+
+    ours = gradients_of_the_penalty()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (transformer_module, loss_module):
+            patch.setattr(module, "only_backward_differentiates", lambda: False)
+        torchs = gradients_of_the_penalty()
+    torch.testing.assert_close(ours, torchs, rtol=1e-3, atol=1e-4)
+
+
+def test_one_step_of_an_inner_optimizer_is_differentiated_through() -> None:
+    """As in MAML (Finn et al. 2017): the loss after an inner step, by the weights before it."""
+    norm, x = RMSNorm(6), torch.randn(3, 6)
+    labels = torch.tensor([[0, 4, 2]])
+
+    def ours(weight: Tensor) -> Tensor:
+        return loss_module.causal_cross_entropy(norm(x @ weight)[None], labels)
+
+    def theirs(weight: Tensor) -> Tensor:
+        return F.cross_entropy(plain_rms_norm(x @ weight, torch.ones(6)), labels[0])
+
+    def after_a_step(loss: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(loss(weight), weight, create_graph=True)
+        return loss(weight - 3 * gradient)
+
+    start = torch.randn(6, 6)
+    by_ours, by_theirs = (
+        torch.autograd.grad(after_a_step(loss, leaf), leaf)
+        for loss, leaf in ((loss, start.clone().requires_grad_()) for loss in (ours, theirs))
+    )
+    torch.testing.assert_close(by_ours, by_theirs, rtol=1e-4, atol=1e-5)
+    by_transforms = torch.func.grad(lambda weight: ours(weight - 3 * torch.func.grad(ours)(weight)))(start)
+    torch.testing.assert_close((by_transforms,), by_theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_rms_norm_equals_its_formula() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
-from speedtronic.config import SpeedtronicConfig
+from speedtronic.config import ConfigError, SchedulerConfig, SpeedtronicConfig
 from speedtronic.optimizers import Schedule, learning_rate_schedule
 
 
@@ -68,3 +69,29 @@ def test_wsd_decays_over_the_last_fifth_by_default() -> None:
     factor = schedule(name="wsd", min_lr_ratio=0.0)
     assert factor(80) == pytest.approx(1.0)
     assert factor(90) == pytest.approx(0.5)
+
+
+def test_wsd_never_jumps_where_its_warmup_leaves_less_than_a_fifth() -> None:
+    for warmup in (0, 50, 80, 85, 99, 100, 150):
+        factor = schedule(name="wsd", warmup_steps=warmup, min_lr_ratio=0.0)
+        after = [factor(step) for step in range(max(0, warmup - 1), 100)]
+        steepest = 1 / max(1, min(20, 100 - warmup))
+        falls = [before - now for before, now in pairwise(after)]
+        assert all(fall <= steepest + 1e-9 for fall in falls), warmup
+
+
+def test_a_wsd_decay_longer_than_what_follows_the_warmup_is_an_error() -> None:
+    """It would jump from 1.0 at the end of the warmup to 0.415 one step later: 0.1 + 0.9 · (100 - 30) / 200."""
+    with pytest.raises(ConfigError, match=r"^scheduler\.decay_steps: 200 is more than the 70 .* at most 70$"):
+        schedule(name="wsd", warmup_steps=30, decay_steps=200, min_lr_ratio=0.1)
+    section = SchedulerConfig(name="wsd", max_steps=100, warmup_steps=30, decay_steps=71)
+    with pytest.raises(ConfigError, match=r"scheduler\.decay_steps: 71 is more than the 70"):
+        learning_rate_schedule(section)
+    assert schedule(name="wsd", warmup_steps=30, decay_steps=70)(30) == 1.0
+    assert schedule(name="cosine", warmup_steps=30, decay_steps=200)(30) == 1.0
+
+
+def test_a_warmup_that_is_not_given_is_a_tenth_of_the_run_and_at_most_100() -> None:
+    for steps, warmup in ((4, 0), (50, 5), (999, 99), (1000, 100), (10**6, 100)):
+        factor = learning_rate_schedule(SpeedtronicConfig.from_dict({"max_steps": steps}).scheduler)
+        assert [step for step in range(steps) if factor(step) == 1.0][0] == max(0, warmup - 1)

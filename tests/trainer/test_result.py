@@ -1,10 +1,16 @@
-"""Metric records look like a list of dicts and weigh like columns."""
+"""Metric records weigh like columns while a run lasts, and are a list of dicts afterwards."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
+import pickle
+from typing import Any
+
 import pytest
 
-from speedtronic.trainer.result import MetricRecords, finite_or_none
+from speedtronic.trainer.result import MetricRecords, TrainResult, finite_or_none
 
 
 def records(count: int = 3) -> MetricRecords:
@@ -14,36 +20,44 @@ def records(count: int = 3) -> MetricRecords:
     return made
 
 
-def test_records_read_like_a_list_of_dicts() -> None:
-    made = records()
-    assert len(made) == 3
-    assert made[0] == {"step": 1, "loss": 0.5, "memory": None}
-    assert made[-1]["step"] == 3
-    assert [record["loss"] for record in made] == [0.5, 1.0, 1.5]
-    assert made[1:] == [made[1], made[2]]
-    assert made == list(made)
-    assert made != list(made)[:2]
+def result(metrics: Any) -> TrainResult:
+    return TrainResult(steps=3, samples=3, tokens=0, final_loss=1.5, elapsed_s=0.1, metrics=metrics)
 
 
-def test_records_of_several_runs_are_joined_as_lists_are() -> None:
-    first, second = records(2), records(1)
-    assert first + second == [*first, *second]
-    assert list(first) + second == [*first, *second]
-    assert second + list(first) == [*second, *first]
-    assert type(first + second) is list
+def test_the_metrics_of_a_result_are_a_list_of_dicts() -> None:
+    """Seed: "metrics: list[dict[str, Any]]"."""
+    made = result(records())
+    plain = [{"step": step, "loss": step / 2, "memory": None} for step in (1, 2, 3)]
+    assert type(made.metrics) is list
+    assert type(made.metrics[0]) is dict
+    assert json.loads(json.dumps(made.metrics)) == plain
+    assert made.metrics + [{}] == [*plain, {}]
+    assert dataclasses.asdict(made)["metrics"] == plain
+    assert made == result(plain)
+
+
+def test_what_is_done_to_the_metrics_of_a_result_stays() -> None:
+    made = result(records(2))
+    made.metrics[0]["loss"] = 9.0
+    made.metrics.extend([{"step": 3}])
+    assert [record["step"] for record in made.metrics] == [1, 2, 3]
+    assert made.metrics[0]["loss"] == 9.0
+    assert copy.deepcopy(made).metrics == pickle.loads(pickle.dumps(made)).metrics == made.metrics
+    mine = [{"step": 1}]
+    made.metrics = mine
+    assert made.metrics is mine
+
+
+def test_a_result_without_metrics_has_an_empty_list_of_its_own() -> None:
+    first, second = (TrainResult(0, 0, 0, None, 0.0) for _ in range(2))
+    first.metrics.append({"step": 1})
+    assert second.metrics == []
 
 
 def test_numbers_keep_their_type() -> None:
-    record = records()[0]
+    record = next(iter(records()))
     assert type(record["step"]) is int
     assert type(record["loss"]) is float
-
-
-def test_a_record_outside_is_an_index_error() -> None:
-    with pytest.raises(IndexError):
-        records()[3]
-    with pytest.raises(IndexError):
-        MetricRecords()[0]
 
 
 def test_a_value_may_turn_from_number_to_none_and_back() -> None:

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from speedtronic.trainer.signals import SignalWatch
+from speedtronic.trainer.signals import WATCHED, SignalWatch
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_noted_and_does_not_interrupt(number: signal.Signals) -> None:
     with SignalWatch() as watch:
         assert watch.received is None
@@ -21,21 +21,30 @@ def test_the_first_signal_is_noted_and_does_not_interrupt(number: signal.Signals
 
 
 def test_the_previous_handlers_come_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in WATCHED]
     with SignalWatch():
         assert signal.getsignal(signal.SIGINT) != before[0]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in WATCHED] == before
 
 
-def test_what_the_process_ignores_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_the_process_ignores_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with SignalWatch() as watch:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
             assert watch.received is None
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+def test_a_hangup_comes_more_than_once_and_never_ends_the_process(asked: signal.Signals) -> None:
+    with SignalWatch() as watch:
+        for number in (signal.SIGHUP, signal.SIGHUP, asked, signal.SIGHUP):
+            signal.raise_signal(number)
+        assert watch.received == signal.SIGHUP
 
 
 def test_outside_the_main_thread_nothing_is_watched() -> None:
@@ -52,11 +61,14 @@ def test_outside_the_main_thread_nothing_is_watched() -> None:
     assert seen == [(None, before)]
 
 
-def test_a_second_signal_ends_the_process_at_once() -> None:
-    code = """
+@pytest.mark.parametrize("hangups", [0, 1])
+def test_a_second_signal_ends_the_process_at_once(hangups: int) -> None:
+    code = f"""
 import signal
 from speedtronic.trainer.signals import SignalWatch
 with SignalWatch():
+    for _ in range({hangups}):
+        signal.raise_signal(signal.SIGHUP)
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     print("still here")

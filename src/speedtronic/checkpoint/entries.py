@@ -13,6 +13,7 @@ from speedtronic.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError
 
+_MOST_LISTINGS = 20
 _NAME = re.compile(r"step_(?P<step>[0-9]{12,})(?:-(?P<run>[0-9a-f]{8})(?:-new)?)?")
 
 
@@ -64,16 +65,21 @@ def checkpoint_name(step: int) -> str:
 def scan(fs: FileSystem, directory: Path) -> list[CheckpointEntry]:
     """All checkpoints in a folder, of every run, sorted by step. Without such a folder there are none.
 
+    If a run removes one of them in the meantime, it has just saved another, so the folder is listed again.
+
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    try:
-        paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)] if directory.is_dir() else []
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be read: {error.strerror or error}") from error
-    found = [inspect(fs, path) for path in paths]
-    # A run that is training may have removed one in the meantime.
-    still_there = [entry for entry in found if os.path.lexists(entry.path)]
+    still_there: list[CheckpointEntry] = []
+    for _ in range(_MOST_LISTINGS):
+        try:
+            paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)] if directory.is_dir() else []
+        except OSError as error:
+            raise CheckpointError(f"{directory}: cannot be read: {error.strerror or error}") from error
+        found = [inspect(fs, path) for path in paths]
+        still_there = [entry for entry in found if os.path.lexists(entry.path)]
+        if len(still_there) == len(found):
+            break
     return sorted(still_there, key=lambda entry: (entry.step, entry.path.name))
 
 

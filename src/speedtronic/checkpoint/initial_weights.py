@@ -92,10 +92,22 @@ def load_initial_weights(
             do not fit, and every mismatch is listed; or nothing fits. The model is unchanged, unless a file is cut
             while it is read, holds two different tensors for a tied one, or values that are too large for a dtype.
     """
-    try:
-        source = _find(Path(path), warn)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    while True:
+        try:
+            source = _find(Path(path), warn)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        try:
+            return _load(source, model, strict, translate, warn)
+        except CheckpointError:
+            if source.path.exists():
+                raise
+            # A run that saves there has removed the checkpoint, and has saved another one before.
+
+
+def _load(
+    source: _Source, model: nn.Module, strict: bool, translate: Translation | None, warn: Callable[[str], None]
+) -> InitialWeights:
     own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
 
     tensors = source.tensors
@@ -143,10 +155,10 @@ def _find(path: Path, warn: Callable[[str], None]) -> _Source:
         return _from_checkpoint(path, verify=True)
     for folder in (path, path / "checkpoints"):
         if (folder / LATEST).exists() or scan(FileSystem(), folder):
-            newest = CheckpointManager(folder, warn=warn).verified_path()
-            if newest is None:
+            source = CheckpointManager(folder, warn=warn).use_newest(partial(_from_checkpoint, verify=False))
+            if source is None:
                 raise CheckpointError(f"{folder}: there is no checkpoint here to take weights from")
-            return _from_checkpoint(newest, verify=False)
+            return source
     if (path / HUGGING_FACE_WEIGHTS).exists():
         return _Source(path, _tensors_of_file(path / HUGGING_FACE_WEIGHTS), is_hugging_face=True)
     if (path / HUGGING_FACE_INDEX).exists():

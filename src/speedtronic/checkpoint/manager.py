@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from speedtronic.checkpoint.entries import (
     CheckpointEntry,
@@ -61,6 +62,9 @@ from speedtronic.durable.folders import clean_folder, remove_folder, temporary_b
 from speedtronic.errors import CheckpointError
 
 LATEST = "latest.json"
+
+# How often to look into a folder again after a run has changed it. Each time, the run has saved in the meantime.
+_MOST_LOOKS = 20
 
 T = TypeVar("T")
 
@@ -231,7 +235,8 @@ class CheckpointManager:
 
         Tensors are on the CPU. Every byte is compared with the manifest's checksums. A damaged checkpoint is passed
         over, with a warning, for the next older one of the same run. Without a readable `latest.json` the run that
-        saved last is taken. The manager continues the loaded run: it takes over its `run_id`.
+        saved last is taken. The manager continues the loaded run: it takes over its `run_id`. Another process may save
+        into the folder at the same time: what it has removed is no damage, and its next checkpoint is loaded.
 
         Returns:
             The state, equal to what was saved; None when the folder has no checkpoint.
@@ -253,6 +258,22 @@ class CheckpointManager:
             return path
 
         return self._newest_sound(checked)
+
+    def use_newest(self, use: Callable[[Path], T]) -> T | None:
+        """What `use` returns for `verified_path`, or None when there is none.
+
+        If another process removes the checkpoint before `use` has read it, `use` is called again with its next one.
+        """
+        for _ in range(_MOST_LOOKS):
+            path = self.verified_path()
+            if path is None:
+                return None
+            try:
+                return use(path)
+            except CheckpointError:
+                if path.exists():
+                    raise
+        raise self._too_fast()
 
     def latest_path(self) -> Path | None:
         """The folder that `load_latest` would try first, by a quick look; None when there is none."""
@@ -289,22 +310,31 @@ class CheckpointManager:
             OSError: the disk is full, or failed; no half-written copy is left.
         """
         self._settle()
-        entries = self.entries()
-        candidates = _candidates(entries, self._pointer()) if entries else []
-        entry = next((entry for entry in candidates if self._soundness(entry) == "sound"), None)
-        if entry is None or entry.manifest is None:
-            raise CheckpointError(f"{self.directory}: there is no sound checkpoint to copy")
-        source, manifest = entry.path, entry.manifest
 
-        def copy(folder: Path) -> None:
-            with damage_is_checkpoint_error():
-                for name in FILES:
-                    copy_file(self._fs, source / name, folder / name, manifest.files[name])
-            write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
+        def check(path: Path, manifest: Manifest) -> tuple[Path, Manifest]:
+            if path not in self._sound:
+                check_files(self._fs, path, manifest)
+            return path, manifest
 
-        other = CheckpointManager(destination, fs=self._fs, warn=self._warn)
-        other.run_id = manifest.run_id
-        return other._install(manifest.step, copy)
+        for _ in range(_MOST_LOOKS):
+            found = self._search(check)
+            if found is None:
+                raise CheckpointError(f"{self.directory}: there is no sound checkpoint to copy")
+            source, manifest = found.result
+            other = CheckpointManager(destination, fs=self._fs, warn=self._warn)
+            other.run_id = manifest.run_id
+            try:
+                return other._install(manifest.step, partial(self._copy, source, manifest))
+            except CheckpointError:
+                if source.exists():
+                    raise
+        raise self._too_fast()
+
+    def _copy(self, source: Path, manifest: Manifest, folder: Path) -> None:
+        with damage_is_checkpoint_error():
+            for name in FILES:
+                copy_file(self._fs, source / name, folder / name, manifest.files[name])
+        write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
 
     def entries(self) -> list[CheckpointEntry]:
         """All checkpoints in the folder, of every run, by step; a quick look at each."""
@@ -428,33 +458,69 @@ class CheckpointManager:
     # ------------------------------------------------------------------ loading
 
     def _newest_sound(self, read: Callable[[Path, Manifest], T]) -> T | None:
-        """What `read` returns for the newest checkpoint for which it does not raise."""
+        """What `read` returns for the newest checkpoint for which it does not raise; its run is taken over."""
         self._settle()
-        entries = self.entries()
-        if not entries:
+        found = self._search(read)
+        if found is None:
             self._refuse_pickles()
             return None
-        pointer = self._pointer()
-        if pointer is None:
+        if not found.has_pointer:
             self._warn(f"{self.directory / LATEST} is missing or damaged; looking for the newest sound checkpoint")
-        damaged: list[CheckpointEntry] = []
-        for entry in _candidates(entries, pointer):
-            assert entry.manifest is not None, "a candidate has a run, so it has a manifest"
-            try:
-                result = read(entry.path, entry.manifest)
-            except (CheckpointError, OSError) as error:
-                damaged.append(replace(entry, problem=str(error)))
-                continue
-            self._continue_run(entry, entries, damaged)
-            return result
+        self._continue_run(found.entry, found.entries, found.damaged)
+        return found.result
 
+    def _search(self, read: Callable[[Path, Manifest], T]) -> _Found[T] | None:
+        """The newest checkpoint for which `read` does not raise; None when there is no checkpoint at all.
+
+        If the folder has changed after a failure, a run saves into it, and what failed may have been removed or
+        replaced in the meantime. Then the search begins again.
+
+        Raises:
+            CheckpointError: there are checkpoints but none is sound.
+        """
+        seen = self._look()
+        for _ in range(_MOST_LOOKS):
+            entries, pointer = seen
+            damaged: list[CheckpointEntry] = []
+            for entry in _candidates(entries, pointer):
+                assert entry.manifest is not None, "a candidate has a run, so it has a manifest"
+                try:
+                    result = read(entry.path, entry.manifest)
+                except (CheckpointError, OSError) as error:
+                    damaged.append(replace(entry, problem=str(error)))
+                    if self._look() != seen:
+                        break
+                else:
+                    if pointer is None and self._look() != seen:
+                        break  # the first save of a run was about to write it
+                    return _Found(entry, result, entries, damaged, has_pointer=pointer is not None)
+            again = self._look()
+            if again == seen:
+                if not entries:
+                    return None
+                raise self._nothing_sound(entries, damaged)
+            seen = again
+        raise self._too_fast()
+
+    def _look(self) -> tuple[list[CheckpointEntry], Pointer | None]:
+        """What is in the folder, and what `latest.json` says."""
+        entries = self.entries()
+        return entries, self._pointer()
+
+    def _nothing_sound(self, entries: list[CheckpointEntry], damaged: list[CheckpointEntry]) -> CheckpointError:
         unreadable = [entry for entry in entries if entry.manifest is None]
         reasons = "; ".join(f"{entry.path.name}: {entry.problem}" for entry in (*damaged, *unreadable))
         if reasons:
-            raise CheckpointError(f"{self.directory}: no checkpoint can be loaded: {reasons}")
-        raise CheckpointError(
+            return CheckpointError(f"{self.directory}: no checkpoint can be loaded: {reasons}")
+        return CheckpointError(
             f"{self.directory}: {LATEST} names a run that has no checkpoint here; remove {LATEST} to continue from the "
             "newest checkpoint of another run"
+        )
+
+    def _too_fast(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.directory}: a run saves here and removes each checkpoint before it can be read; raise its "
+            "checkpoint.keep_last, or wait until it has ended"
         )
 
     def _continue_run(
@@ -534,6 +600,16 @@ class CheckpointManager:
                 return "unreadable"
             self._sound.add(entry.path)
         return "sound"
+
+
+class _Found(NamedTuple, Generic[T]):
+    """A checkpoint that could be read, the result, and what was seen on the way to it."""
+
+    entry: CheckpointEntry
+    result: T
+    entries: list[CheckpointEntry]
+    damaged: list[CheckpointEntry]
+    has_pointer: bool
 
 
 def _candidates(entries: list[CheckpointEntry], pointer: Pointer | None) -> list[CheckpointEntry]:

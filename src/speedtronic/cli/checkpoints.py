@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,23 +199,31 @@ def _add_verify(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run_verify(args: argparse.Namespace) -> int:
+    verified: list[CheckpointEntry] = []
+    while not verified:
+        found = _find(args.path)
+        verified = _verify(found, found.entries if args.all or found.is_one else [_saved_last(found)], args)
+    if args.json:
+        output.write(_as_json(verified, found.manager.latest_path()))
+    return 0 if all(entry.problem is None for entry in verified) else 1
+
+
+def _verify(found: _Found, chosen: list[CheckpointEntry], args: argparse.Namespace) -> list[CheckpointEntry]:
+    """The entries with the problems that their contents show, without those that a run has removed meanwhile."""
     from speedtronic.metrics.lines import short_bytes
 
-    found = _find(args.path)
-    chosen = found.entries if args.all or found.is_one else [_saved_last(found)]
-    newest = found.manager.latest_path()
     verified = []
     with output.reading_progress("verifying", sum(entry.size for entry in chosen)) as fs:
         for entry in chosen:
             entry = _verified(fs, entry)
+            if entry.problem is not None and not found.is_one and not os.path.lexists(entry.path):
+                continue
             verified.append(entry)
             if not args.json:
                 sound = entry.problem is None
                 status = f"sound, {short_bytes(entry.size)}" if sound else f"damaged: {printable(str(entry.problem))}"
                 output.write(f"{printable(entry.path.name)}: {status}\n")
-    if args.json:
-        output.write(_as_json(verified, newest))
-    return 0 if all(entry.problem is None for entry in verified) else 1
+    return verified
 
 
 def _saved_last(found: _Found) -> CheckpointEntry:
@@ -289,24 +299,18 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run_export(args: argparse.Namespace) -> int:
     import torch
 
-    from speedtronic.checkpoint.export.files import export_llama, export_safetensors
     from speedtronic.metrics.lines import short_bytes, short_number
 
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    notes: list[str] = []
-    with output.sigterm_unwinds():
-        model = _open(args.path)
-        size = sum(stored.place.end - stored.place.begin for stored in model.tensors().values())
-        with output.reading_progress("exporting", size) as fs:
-            if args.format == "safetensors":
-                target = export_safetensors(model, args.out, dtype=dtype, replace=args.force, fs=fs)
-            else:
-                from speedtronic.model.transformer import NORM_EPS
-
-                tokenizer, notes = _tokenizer(model)
-                target = export_llama(
-                    model, args.out, norm_eps=NORM_EPS, tokenizer=tokenizer, dtype=dtype, replace=args.force, fs=fs
-                )
+    with output.termination_unwinds():
+        while True:
+            model = _open(args.path)
+            try:
+                target, notes = _write(model, args)
+                break
+            except CheckpointError:
+                if model.path.exists():
+                    raise
+                # A run that saves there has removed the checkpoint, and has saved another one before.
 
     kind = "weights"
     if model.average:
@@ -321,6 +325,26 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """Write a model's export; what was written, and notes for the user."""
+    import torch
+
+    from speedtronic.checkpoint.export.files import export_hugging_face, export_safetensors
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    size = sum(stored.place.end - stored.place.begin for stored in model.tensors().values())
+    with output.reading_progress("exporting", size) as fs:
+        if args.format == "safetensors":
+            return export_safetensors(model, args.out, dtype=dtype, replace=args.force, fs=fs), []
+        from speedtronic.model.transformer import NORM_EPS
+
+        tokenizer, notes = _tokenizer(model)
+        target = export_hugging_face(
+            model, args.out, norm_eps=NORM_EPS, tokenizer=tokenizer, dtype=dtype, replace=args.force, fs=fs
+        )
+        return target, notes
+
+
 def _open(path: Path) -> SavedModel:
     """The model in the newest sound checkpoint, or in the one that is named."""
     from speedtronic.checkpoint import CheckpointManager
@@ -330,26 +354,22 @@ def _open(path: Path) -> SavedModel:
     with output.reading_progress("verifying", max(entry.size for entry in found.entries)) as fs:
         if found.is_one:
             return open_model(found.entries[0].path, fs=fs)
-        newest = CheckpointManager(found.manager.directory, warn=_warn, fs=fs).verified_path()
-    if newest is None:
+        manager = CheckpointManager(found.manager.directory, warn=_warn, fs=fs)
+        model = manager.use_newest(partial(open_model, verify=False))
+    if model is None:
         raise CheckpointError(f"{found.manager.directory}: the checkpoints were removed in the meantime")
-    return open_model(newest, verify=False)
+    return model
 
 
 def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str]]:
     """The run's tokenizer as far as the folder can hold it, and notes for the user."""
     from speedtronic.checkpoint.export.files import HuggingFaceTokenizer
     from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
+    from speedtronic.data.tokenizers.tokenizer_json import tokenizer_json
 
     spec = model.tokenizer
     if spec is None:
         return None, ["without a tokenizer: the model was trained on bare token ids"]
-    separator_id = tokenizer_from_spec(spec).separator_id
-    if spec["type"] == "tokenizers":
-        return HuggingFaceTokenizer(spec["json"], separator_id), []
-    reasons = {
-        "bytes": "token ids are the UTF-8 bytes of the text",
-        "chars": "token ids are the places of the characters in the sorted alphabet of the training text",
-    }
-    reason = reasons.get(spec["type"], f"the run's tokenizer, of type {spec['type']!r}, has no such form")
-    return HuggingFaceTokenizer(None, separator_id), [f"without a tokenizer.json: {printable(reason)}"]
+    text = tokenizer_json(spec)
+    missing = [] if text else [f"without a tokenizer.json: none is made of a tokenizer of type {spec['type']!r}"]
+    return HuggingFaceTokenizer(text, tokenizer_from_spec(spec).separator_id), missing

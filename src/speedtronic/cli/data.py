@@ -111,7 +111,7 @@ def run_prepare(args: argparse.Namespace) -> int:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     started = time.monotonic()
     try:
-        with output.sigterm_unwinds(), closing(output.preparation_progress(time.monotonic)) as progress:
+        with output.termination_unwinds(), closing(output.preparation_progress(time.monotonic)) as progress:
             summary = prepare(
                 args.paths,
                 args.out,

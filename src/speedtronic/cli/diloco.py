@@ -72,7 +72,7 @@ def _add_master(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Publish the model's initial weights where the store has none, and from then on average what the\n"
         "nodes send and publish it. It needs neither data nor an accelerator. All of its state is in the store: a\n"
         "master that ended or was killed at any moment, on this machine or another, continues where it stopped.\n"
-        "Ctrl-C or SIGTERM ends it.",
+        "Ctrl-C, SIGTERM or SIGHUP ends it.",
         epilog="exit code: 128 + n ended by signal n, 1 the store does not answer at the start, 2 it cannot be used,\n"
         "or holds another model, or bad use",
     )
@@ -88,9 +88,10 @@ def run_master(args: argparse.Namespace) -> int:
 
     # torch is imported only now: a mistake in the file is reported at once.
     from speedtronic.checkpoint import RunLock
+    from speedtronic.config.checks import refuse_what_is_not_built
     from speedtronic.distributed.coordinator import build_master, say_through
     from speedtronic.distributed.stores.open import connect
-    from speedtronic.runtime import build_initial_model, build_logger, import_plugins, refuse_what_is_not_built
+    from speedtronic.runtime import build_initial_model, build_logger, import_plugins
     from speedtronic.trainer.signals import SignalWatch
 
     refuse_what_is_not_built(config)
@@ -285,7 +286,7 @@ def run_pull(args: argparse.Namespace) -> int:
     from speedtronic.distributed.pull import pull, target
     from speedtronic.metrics.lines import short_bytes
 
-    with output.sigterm_unwinds(), _opened_store(args) as store:
+    with output.termination_unwinds(), _opened_store(args) as store:
         manifest = pull(store, args.out, version=args.version, replace=args.force)
         size = short_bytes(manifest.weights.size)
         output.write(f"pulled: {target(args.out)}: version {manifest.version} of {store.url}, {size}\n")

@@ -1,4 +1,4 @@
-"""What a command shows: its standard output, facts, tables and progress, and what SIGTERM does meanwhile."""
+"""What a command shows: its standard output, facts, tables and progress, and what SIGTERM and SIGHUP do meanwhile."""
 
 from __future__ import annotations
 
@@ -302,18 +302,23 @@ class _ProgressBar:
 
 
 @contextmanager
-def sigterm_unwinds() -> Iterator[None]:
-    """Let SIGTERM end the process by an exception, so that half-written files are removed on the way out."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the removal
-        raise SystemExit(128 + number)
-
+def termination_unwinds() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process by an exception, so that half-written files are removed on the way out."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may install a handler
         return
-    previous = signal.signal(signal.SIGTERM, stop)
+    asked = [signal.SIGTERM] if sys.platform == "win32" else [signal.SIGTERM, signal.SIGHUP]
+    # A signal that the process ignores, as under `nohup`, stays ignored.
+    watched = [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for other in watched:
+            signal.signal(other, signal.SIG_IGN)  # a second one must not interrupt the removal
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, stop) for number in watched}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from string import Template
 from typing import Any
 
+from speedtronic.config.checks import NOT_BUILT
 from speedtronic.config.problems import short_number
 from speedtronic.config.root import SpeedtronicConfig, sections
 from speedtronic.config.shorthands import HOMES, NAMED_BY_TEXT, SECTION_NAMES
@@ -77,6 +78,11 @@ def json_schema() -> dict[str, Any]:
     definitions: dict[str, Any] = schema["$defs"]
     properties: dict[str, Any] = schema["properties"]
     section_keys = {name: definitions[kind.__name__]["properties"] for name, kind in sections().items()}
+    for key, values in NOT_BUILT.items():
+        section, _, leaf = key.rpartition(".")
+        described = (section_keys[section] if section else properties)[leaf]
+        which = f": {', '.join(values)}" if values else ""
+        described["description"] += f" Not part of this version yet{which}."
     for name, kind in sections().items():
         forms: list[dict[str, Any]] = [{"$ref": f"#/$defs/{kind.__name__}"}, {"type": "null"}]
         if name in NAMED_BY_TEXT:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from speedtronic.config.base import Section
 from speedtronic.config.loading import gather
-from speedtronic.config.problems import InvalidConfigError, unknown_key
+from speedtronic.config.problems import InvalidConfigError, Problem, unknown_key
 from speedtronic.config.secrets import redacted
 from speedtronic.config.sections import (
     CheckpointConfig,
@@ -21,6 +21,7 @@ from speedtronic.config.sections import (
     DataConfig,
     DistributedConfig,
     EvalConfig,
+    FactoryList,
     LoggingConfig,
     LossName,
     ModelConfig,
@@ -83,6 +84,11 @@ class SpeedtronicConfig(Section):
         default=[],
         description="Modules to import before models are looked up, from the configuration's folder too.",
     )
+    callbacks: FactoryList = Field(
+        default=[],
+        description="Importable factories package.module:function of callbacks, which act between two steps. Called "
+        "without arguments, or with the whole configuration if they have a parameter config.",
+    )
     tune: Literal["off", "auto"] = Field(
         default="off", description="auto: find the fastest way to run on this machine by measuring."
     )
@@ -93,6 +99,8 @@ class SpeedtronicConfig(Section):
             super().__init__(**tree)
         except InvalidConfigError as error:
             problems += error.problems
+        if not problems and (problem := self.scheduler.check_decay()) is not None:
+            problems.append(Problem(("scheduler", "decay_steps"), problem))
         if problems:
             raise InvalidConfigError(problems)
 
@@ -116,6 +124,7 @@ class SpeedtronicConfig(Section):
         held_out = self.eval.every_steps is not None and self.data.dataset is None
         self.data.follow("validation_fraction", DEFAULT_HELD_OUT if held_out else 0.0)
         self.scheduler.follow("max_steps", self.run.max_steps)
+        self.scheduler.resolve()  # the warmup follows max_steps
         self.logging.follow("every_steps", self.run.log_every or 1)
 
     @property

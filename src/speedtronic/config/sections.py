@@ -116,6 +116,7 @@ LossName = Annotated[
     _check_match(_LOSSES, "cross_entropy, mse, or an importable function, written package.module:function"),
     _schema_match(_LOSSES),
 ]
+FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
 _COMPONENTS = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NodeId = Annotated[
     str,
@@ -140,6 +141,7 @@ Alignment = Annotated[
     WithJsonSchema({"anyOf": [{"enum": ["auto", "none"]}, {"type": "integer", "minimum": 1}]}),
 ]
 # Types of keys that follow others: null until `resolve` sets them, then never null, as the type says.
+FollowingCount = Annotated[CountOrZero, WrapValidator(_none_or)]
 FollowingInt = Annotated[Size, WrapValidator(_none_or)]
 FollowingFraction = Annotated[Fraction, WrapValidator(_none_or)]
 FollowingRate = Annotated[NonNegativeFloat, WrapValidator(_none_or)]
@@ -210,7 +212,7 @@ class ModelConfig(Section):
     ngram_order: Size = Field(
         default=1,
         description="Longest run of tokens, at most max_seq_len, that has its own embedding, added to that of its last "
-        "token. Each length above 1 takes ngram_buckets · d_model weights.",
+        "token. Each length above 1 takes ngram_buckets · d_model weights. No Hugging Face model has these.",
     )
     ngram_buckets: Size = Field(default=4096, description="Rows of each table of runs; runs are hashed to them.")
     gradient_checkpointing: bool = Field(
@@ -233,6 +235,16 @@ class ModelConfig(Section):
         self.follow("n_kv_head", self.n_head)
         self.follow("d_ff", 4 * self.d_model)
 
+    @property
+    def without_hugging_face_form(self) -> str | None:
+        """Why `transformers` has no form of the reference transformer with these values; None if it has one."""
+        if self.ngram_order == 1:
+            return None
+        return (
+            f"model.ngram_order is {self.ngram_order}, and no model of Hugging Face's transformers has embeddings of "
+            "runs of tokens"
+        )
+
 
 class DataConfig(Section):
     """Where the tokens come from, and how they become batches."""
@@ -251,7 +263,8 @@ class DataConfig(Section):
     num_tokens: Count = Field(default=100_000, description="Synthetic tokens in an epoch.")
     tokenizer: PathText = Field(
         default="bytes",
-        description="bytes, chars (the characters of the text), or the path of a tokenizer file.",
+        description="Of text_path: bytes, chars (the characters of the text), or the path of a tokenizer file. Beside "
+        "dataset, a tokenizer file says what the ids mean: checkpoints keep it, for generate.",
     )
     vocab_size: Size | None = Field(default=None, description="Token ids in use. Null: model.vocab_size.")
     block_size: Size | None = Field(
@@ -304,6 +317,13 @@ class DataConfig(Section):
             )
         if values.get("text_path") is not None and values.get("shards") is not None:
             yield "shards", "name one source of data, not both data.text_path and data.shards"
+        tokenizer = values.get("tokenizer", "bytes")
+        if tokenizer != "bytes" and values.get("text_path", "wrong already") is None:
+            if values.get("dataset", "wrong already") is None:
+                reason = "shards have their own" if values.get("shards") else "there is no text to encode"
+                yield "tokenizer", f"is for data.text_path; {reason}, so leave it out"
+            elif tokenizer == "chars":
+                yield "tokenizer", "chars are those of data.text_path; beside data.dataset, name a tokenizer file"
         if values.get("document_mask") and (values.get("shards") is None or values.get("dataset") is not None):
             yield "document_mask", "needs data.shards: no other source of data knows where documents start"
 
@@ -374,12 +394,14 @@ class SchedulerConfig(Section):
     """The learning rate over the optimizer updates."""
 
     section_name: ClassVar[str] = "scheduler"
-    following: ClassVar[tuple[str, ...]] = ("max_steps",)
+    following: ClassVar[tuple[str, ...]] = ("max_steps", "warmup_steps")
 
     name: Literal["cosine", "constant", "linear", "wsd"] = Field(
         default="cosine", description="Curve after the warmup; wsd is warmup, stable, decay."
     )
-    warmup_steps: CountOrZero = Field(default=100, description="Updates of linear warmup.")
+    warmup_steps: FollowingCount = _follows(
+        "Updates of linear warmup. Null: a tenth of max_steps, at most 100; a resumed run keeps the number."
+    )
     max_steps: Count = Field(
         default=1000, description="Update at which the curve ends. Follows run.max_steps unless given."
     )
@@ -387,8 +409,26 @@ class SchedulerConfig(Section):
         default=0.1, description="Learning rate at the end, as a share of the peak."
     )
     decay_steps: Count | None = Field(
-        default=None, description="Updates of the final decay of wsd. Null: a fifth of max_steps."
+        default=None,
+        description="Updates of the final decay of wsd, no more than follow the warmup. Null: a fifth of max_steps, or "
+        "all that follow the warmup if those are fewer.",
     )
+
+    def resolve(self) -> None:
+        self.follow("warmup_steps", min(100, self.max_steps // 10))
+
+    def check_decay(self) -> str | None:
+        """What is wrong with `decay_steps`; None if nothing is.
+
+        A decay that begins before the warmup has ended makes the learning rate jump.
+        """
+        left = max(0, self.max_steps - self.warmup_steps)
+        if self.name != "wsd" or self.decay_steps is None or self.decay_steps <= left:
+            return None
+        return (
+            f"{self.decay_steps} is more than the {left} updates that follow the warmup (scheduler.max_steps "
+            f"{self.max_steps} - warmup_steps {self.warmup_steps}): the learning rate would jump; use at most {left}"
+        )
 
 
 class PrecisionConfig(Section):

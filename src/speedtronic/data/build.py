@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from speedtronic.config import DataConfig, SpeedtronicConfig
+from speedtronic.config.checks import BUILT_IN_MODELS, LABELS_ARE_ALIGNED, NO_SOURCE, beyond_the_model
 from speedtronic.data.loading.collate import CollateForModel, collate_batch
 from speedtronic.data.loading.datasets import ShardDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
 from speedtronic.data.loading.iterable_loader import StreamLoader
@@ -19,11 +20,9 @@ from speedtronic.data.tokenizers.base import Tokenizer
 from speedtronic.data.tokenizers.chars import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer
 from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.errors import ConfigError, DataError
-from speedtronic.registry import import_function
+from speedtronic.registry import import_factory
 
 Loader = TokenLoader | StreamLoader
-
-_BUILT_IN_MODELS = frozenset({"reference_transformer", "gpt"})
 
 
 @dataclass(frozen=True)
@@ -72,16 +71,8 @@ def build_data(
     """
     data = config.data
     seed = _resolved(data.seed, "seed")
-    if config.model.name in _BUILT_IN_MODELS:
-        for key, needed, limit, held in (
-            ("block_size", _resolved(data.block_size, "block_size"), "max_seq_len", config.model.max_seq_len),
-            ("vocab_size", _resolved(data.vocab_size, "vocab_size"), "vocab_size", config.model.vocab_size),
-        ):
-            if needed > held:
-                raise ConfigError(
-                    f"data.{key} is {needed}, but the model takes at most {held} (model.{limit}); raise "
-                    f"model.{limit} or lower data.{key}"
-                )
+    if problems := list(beyond_the_model(config)):
+        raise ConfigError("\n".join(problems))
     source = _hold_out(_open_source(data), data)
     collate = _collate(config)
     train = _loader(
@@ -155,7 +146,7 @@ def build_dataloader(
 
 def _collate(config: SpeedtronicConfig) -> Collate:
     """Batches for a built-in model are checked. Only other models know what they can take."""
-    if config.model.name not in _BUILT_IN_MODELS:
+    if config.model.name not in BUILT_IN_MODELS:
         return collate_batch
     return CollateForModel(config.model.vocab_size, config.model.max_seq_len)
 
@@ -228,7 +219,7 @@ def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Sourc
             )
         samples = data.num_tokens // block_size
         return _Source(SyntheticTokenDataset(samples, block_size, vocab_size, _resolved(data.seed, "seed")))
-    raise ConfigError("data: no source; give data.shards, data.text_path or data.dataset, or set data.synthetic: true")
+    raise ConfigError(NO_SOURCE)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, origin: str, vocab_size: int) -> None:
@@ -240,7 +231,7 @@ def _check_vocabulary(tokenizer: Tokenizer, origin: str, vocab_size: int) -> Non
 
 
 def _from_factory(name: str, data: DataConfig) -> _Source:
-    factory = import_function("data.dataset", name)
+    factory = import_factory(name, key="data.dataset")
     try:
         made = factory(data)
     except Exception as error:  # the factory is the user's code; the error is raised on, and names it
@@ -258,7 +249,12 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
                 f"data.dataset: {name} must return a Dataset with __len__ and __getitem__, an IterableDataset or a "
                 f"pair (training, validation), not {found}"
             )
-    return _Source(train, validation)
+    # The samples are what they are. The tokenizer is that of their ids, so that what is trained on them can write.
+    if data.tokenizer == "bytes":
+        return _Source(train, validation)
+    tokenizer = load_tokenizer(data.tokenizer)
+    _check_vocabulary(tokenizer, data.tokenizer, _resolved(data.vocab_size, "vocab_size"))
+    return _Source(train, validation, tokenizer)
 
 
 # ---------------------------------------------------------------------- the held-out part
@@ -266,10 +262,7 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
 
 def _hold_out(source: _Source, data: DataConfig) -> _Source:
     if data.labels == "unshifted" and any(isinstance(part, TokenDataset) for part in (source.train, source.validation)):
-        raise ConfigError(
-            "data.labels: unshifted is for data whose labels repeat the inputs, which only your own data.dataset can "
-            "have; text, shards and synthetic data have next-token labels already: set data.labels to aligned"
-        )
+        raise ConfigError(LABELS_ARE_ALIGNED)
     if not data.validation_fraction:
         return source
     if source.validation is not None:

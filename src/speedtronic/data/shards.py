@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import struct
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
+from speedtronic.data.file_array import MOST_RESIDENT, FileArray, UnsignedArray, array_in_file
 from speedtronic.data.tokenizers.base import Tokenizer, spec_fingerprint
 from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.errors import DataError
@@ -101,17 +102,15 @@ def is_prepared(folder: Path) -> bool:
 _LARGEST_INDEX = 64 * 2**20  # bytes; a real one is a few hundred per shard
 _LARGEST_SPEC = 512 * 2**20  # bytes; a vocabulary of a million tokens has some tens of MB
 
-_MOST_MAPPED = 128  # files; each map keeps a file descriptor
-_MOST_RESIDENT = 256 * 2**20  # bytes
-_FAULT_AROUND = 64 * 2**10  # bytes that Linux maps for one page that is touched
+_MOST_OPEN = 128  # files; each keeps a file descriptor, mapped or not
 
 
 class ShardSet:
     """The shards of a prepared folder as one long sequence of tokens; any position costs the same.
 
-    Sizes and headers of all files are checked here, checksums by `verify`. A file is mapped into memory when it
-    is first read. The maps are dropped now and then, so that the memory of the process does not grow with the size
-    of the set.
+    Sizes and headers of all files are checked here, checksums by `verify`. A file is opened when it is first read. A
+    set that is small enough to stay in memory is mapped; of a larger one, only what is asked for is read. So the
+    memory of the process does not grow with the size of the set.
 
     Attributes:
         folder: the folder.
@@ -142,9 +141,8 @@ class ShardSet:
             raise _unreadable(self.folder, error) from error
         self._ends = list(accumulate(shard.tokens for shard in self.shards))
         size = self.tokens * self.dtype.itemsize + self.documents * POSITION_DTYPE.itemsize
-        self._fits_in_memory = size <= _MOST_RESIDENT
-        self._maps: dict[str, npt.NDArray[np.unsignedinteger[Any]]] = {}
-        self._touched = 0
+        self._mapped = size <= MOST_RESIDENT
+        self._open: dict[str, UnsignedArray | FileArray] = {}
 
     def _check_files(self) -> None:
         for what, total, parts in (
@@ -221,8 +219,6 @@ class ShardSet:
             part = self._tokens(number)[: len(out) - filled]
             out[filled : filled + len(part)] = part
             filled += len(part)
-        if not self._fits_in_memory:
-            self._limit_memory(len(out) * self.dtype.itemsize)
 
     def document_starts(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The positions in [start, stop) at which a document begins, ascending; 0 is one.
@@ -236,13 +232,13 @@ class ShardSet:
         number = bisect_right(self._ends, max(start - 1, 0))
         while number < len(self.shards) and (before := self._ends[number] - self.shards[number].tokens) < stop - 1:
             ends = self._documents(number)
-            # The ends in [start, stop) of this shard, whose positions count from its own first token.
-            low, high = ends.searchsorted(np.array([max(start - before, 0), stop - before], POSITION_DTYPE))
+            # The ends in [start, stop) of this shard, whose positions count from its own first token. Each document has
+            # a token at least, so no more ends than tokens lie there.
+            low = bisect_left(ends, start - before)
+            high = bisect_left(ends, stop - before, low, min(low + stop - start, len(ends)))
             if low < high:
                 starts.append(ends[low:high].astype(np.int64) + before)
             number += 1
-        if not self._fits_in_memory:
-            self._limit_memory(sum(part.nbytes for part in starts))
         return np.concatenate(starts)
 
     def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
@@ -250,10 +246,8 @@ class ShardSet:
         start = before = 0
         for number, shard in enumerate(self.shards):
             # The first document of this shard may have begun in an earlier one, at `start`.
-            ends = self._documents(number).astype(np.int64) + before
+            ends = self._documents(number)[:].astype(np.int64) + before
             yield np.diff(ends, prepend=start)
-            if not self._fits_in_memory:
-                self._limit_memory(ends.nbytes)
             start = int(ends[-1]) if len(ends) else start
             before += shard.tokens
 
@@ -284,42 +278,30 @@ class ShardSet:
         if damaged:
             raise _broken(self.folder, f"the content of {', '.join(damaged)} does not match its checksum")
 
-    def _tokens(self, number: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+    def _tokens(self, number: int) -> UnsignedArray | FileArray:
         shard = self.shards[number]
-        mapped = self._maps.get(shard.file)
-        return self._map(shard.file, self.dtype, shard.tokens) if mapped is None else mapped
+        opened = self._open.get(shard.file)
+        return self._opened(shard.file, self.dtype, shard.tokens) if opened is None else opened
 
-    def _documents(self, number: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+    def _documents(self, number: int) -> UnsignedArray | FileArray:
         shard = self.shards[number]
-        mapped = self._maps.get(shard.documents_file)
-        return self._map(shard.documents_file, POSITION_DTYPE, shard.documents) if mapped is None else mapped
+        opened = self._open.get(shard.documents_file)
+        return self._opened(shard.documents_file, POSITION_DTYPE, shard.documents) if opened is None else opened
 
-    def _map(self, name: str, dtype: np.dtype[Any], entries: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-        if len(self._maps) >= _MOST_MAPPED:
-            self._maps.clear()
-        if not entries:
-            mapped = np.empty(0, dtype)
-        else:
-            path = self.folder / name
-            try:
-                with path.open("rb", buffering=0) as file:
-                    _check_size(path, file, dtype, entries)  # reading a map beyond the end of its file is a SIGBUS
-                    # A plain array: slicing numpy's memmap class costs several times more.
-                    mapped = np.asarray(np.memmap(file, dtype, mode="r", offset=HEADER.size, shape=(entries,)))
-            except OSError as error:
-                raise _unreadable(path, error) from error
-        self._maps[name] = mapped
-        return mapped
-
-    def _limit_memory(self, read: int) -> None:
-        """Drop the maps, and with them the pages that the process holds, when reads have touched many pages."""
-        self._touched += read + _FAULT_AROUND
-        if self._touched > _MOST_RESIDENT:
-            self._touched = 0
-            self._maps.clear()
+    def _opened(self, name: str, dtype: np.dtype[np.unsignedinteger[Any]], entries: int) -> UnsignedArray | FileArray:
+        if len(self._open) >= _MOST_OPEN:
+            self._open.clear()
+        path = self.folder / name
+        try:
+            with path.open("rb", buffering=0) as file:
+                _check_size(path, file, dtype, entries)  # reading a map beyond the end of its file is a SIGBUS
+                self._open[name] = array_in_file(file, dtype, entries, HEADER.size, mapped=self._mapped)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        return self._open[name]
 
     def __getstate__(self) -> dict[str, object]:
-        state = {**self.__dict__, "_maps": {}}
+        state = {**self.__dict__, "_open": {}}
         state.pop("tokenizer", None)  # it may be large; it is rebuilt when it is used
         return state
 

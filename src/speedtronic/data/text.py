@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from speedtronic.data.file_array import MOST_RESIDENT, FileArray, UnsignedArray, array_in_file
 from speedtronic.data.tokenizers.base import LONGEST_CHARACTER
 from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.errors import DataError
@@ -103,7 +104,7 @@ def content_checksum(path: Path) -> str:
 
 
 class ByteText:
-    """A UTF-8 file as tokens, one per byte, read through a memory map: any position costs the same.
+    """A UTF-8 file as tokens, one per byte: any position costs the same.
 
     Raises:
         DataError: at construction for a file that cannot be used or whose first 64 MB are not UTF-8 or do not
@@ -114,7 +115,7 @@ class ByteText:
         self.path = path
         self._tokenizer = tokenizer
         self._size = check_text_file(path)
-        self._map: npt.NDArray[np.uint8] | None = None
+        self._values: UnsignedArray | FileArray | None = None
         offset = 0
         limit = CHECKED_BEFORE_TRAINING if self._size > CHECKED_BEFORE_TRAINING else None
         for piece in read_pieces(path, limit):
@@ -128,22 +129,30 @@ class ByteText:
 
     def read(self, start: int, out: npt.NDArray[np.int64]) -> None:
         """Fill `out` with the tokens from position `start` on."""
-        if self._map is None:
-            self._map = np.asarray(np.memmap(self.path, np.uint8, mode="r"))
-        values = self._map[start : start + len(out)]
-        if start + len(values) > self._checked:
-            self._check(start, values)
-        out[:] = values
+        if self._values is None:
+            self._values = self._opened()
+        # A block may begin inside a character: the bytes before it are needed to check it.
+        begin = max(start - (LONGEST_CHARACTER - 1), 0)
+        data = self._values[begin : start + len(out)]
+        if start + len(out) > self._checked:
+            self._check(data, begin, start)
+        out[:] = data[start - begin :]
 
-    def _check(self, start: int, values: npt.NDArray[np.uint8]) -> None:
-        assert self._map is not None
-        begin = start
-        # A block may begin inside a character: step back to the first byte of the character.
-        while start - begin < LONGEST_CHARACTER - 1 and begin > 0 and self._map[begin] & 0xC0 == 0x80:
-            begin -= 1
-        end = start + len(values)
-        whole_characters(self._map[begin:end].tobytes(), self.path, begin, final=end == self._size)
-        self._tokenizer.check_bytes(values, where=str(self.path), offset=start)
+    def _opened(self) -> UnsignedArray | FileArray:
+        with self.path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self._size:
+                raise DataError(f"{self.path}: the text file has {size} bytes, and had {self._size} at the start")
+            return array_in_file(file, np.dtype(np.uint8), size, mapped=size <= MOST_RESIDENT)
+
+    def _check(self, data: UnsignedArray, begin: int, start: int) -> None:
+        """Check the tokens from position `start` on, in data that lies at `begin` and starts a little before them."""
+        first = start - begin
+        while first > 0 and data[first] & 0xC0 == 0x80:
+            first -= 1
+        final = begin + len(data) == self._size
+        whole_characters(data[first:].tobytes(), self.path, begin + first, final=final)
+        self._tokenizer.check_bytes(data[start - begin :], where=str(self.path), offset=start)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_map": None}
+        return {**self.__dict__, "_values": None}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-from speedtronic.metrics.lines import format_line
+from speedtronic.metrics.lines import LineFormat
 from speedtronic.metrics.records import Record
 
 _FIXED_TERMINALS = ("dumb", "unknown")
@@ -17,9 +18,9 @@ _FIXED_TERMINALS = ("dumb", "unknown")
 class ConsoleStream:
     """A text stream that never raises: a console that fails must not end a run.
 
-    Characters that the encoding lacks are escaped. Once a stream is gone (a closed pipe, a closed file), nothing more
-    is written to it. After any other failure, such as a full disk behind a redirection, the text is lost, because there
-    is no other place to report it.
+    Characters that the encoding lacks are escaped. Once a stream is gone (a closed pipe, file or terminal), nothing
+    more is written to it. After any other failure, such as a full disk behind a redirection, the text is lost, because
+    there is no other place to report it.
 
     Args:
         stream: where to write; None means the `sys.stdout` of each moment, which may be None too.
@@ -59,8 +60,10 @@ class ConsoleStream:
             # The reader has closed the pipe, or the file was closed.
             self._gone = True
             _discard_buffer(target)
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno == errno.EIO:  # the terminal was closed
+                self._gone = True
+                _discard_buffer(target)
 
 
 class ConsoleSink:
@@ -76,6 +79,7 @@ class ConsoleSink:
     def __init__(self, stream: TextIO | None, level: int) -> None:
         self.stream = ConsoleStream(stream)
         self._level = level
+        self._format = LineFormat()
 
     def is_terminal(self) -> bool:
         """Whether the stream can move its cursor, and so draw a line again."""
@@ -84,9 +88,12 @@ class ConsoleSink:
     def shows(self, record: Record) -> bool:
         return record.level >= self._level
 
+    def line(self, record: Record) -> str:
+        return self._format.line(record)
+
     def write(self, record: Record) -> None:
         if self.shows(record):
-            self.stream.write(format_line(record) + "\n")
+            self.stream.write(self.line(record) + "\n")
             self.stream.flush()
 
     def close(self) -> None:

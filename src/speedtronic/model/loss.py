@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from speedtronic.model.derivatives import only_backward_differentiates
 
 IGNORE_INDEX = -100
 """The label of a position that is not a target."""
@@ -33,49 +34,44 @@ def causal_cross_entropy_sum(logits: Tensor, labels: Tensor) -> tuple[Tensor, Te
     """
     targets = _one_label_per_position(logits, labels)
     flat_logits, flat_targets = logits.flatten(0, 1), targets.flatten()
+    # Where torch's own operation is used, a compiler may decide itself which tensors to keep.
     total: Tensor
-    if torch.compiler.is_compiling():
-        # A compiler decides itself which tensors to keep and which to compute again.
-        wide = flat_logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = F.cross_entropy(wide, flat_targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    if only_backward_differentiates():
+        total = _SummedCrossEntropy.apply(flat_logits, flat_targets)  # type: ignore[no-untyped-call]
     else:
-        total = _SummedCrossEntropy.apply(flat_logits, flat_targets)[0]  # type: ignore[no-untyped-call]
+        total = _summed(flat_logits, flat_targets)
     return total, (targets != IGNORE_INDEX).sum()
+
+
+def _summed(logits: Tensor, targets: Tensor) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     """Σ log Σ exp(logits) - logits[target]. It keeps the logits for the backward pass, and nothing else of their size.
 
-    A log-softmax would also keep its result. For a large vocabulary, that is the largest tensor of a model, in float32.
+    torch would also keep the log-softmax. For a large vocabulary, that is the largest tensor of a model, in float32.
     """
 
-    generate_vmap_rule = True
+    @staticmethod
+    def forward(logits: Tensor, targets: Tensor) -> Tensor:
+        return _summed(logits, targets)
 
     @staticmethod
-    def forward(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        normalizer = torch.logsumexp(wide, -1)
-        ignored = targets == IGNORE_INDEX
-        chosen = wide.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-        return (normalizer - chosen).masked_fill(ignored, 0.0).sum(), normalizer
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, output[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, None]:
-        if upstream is None:
-            return None, None
-        logits, targets, normalizer = ctx.saved_tensors
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        logits, targets = ctx.saved_tensors
         ignored = targets == IGNORE_INDEX
         # d total / d logits = softmax(logits) - one_hot(target), and 0 at ignored positions.
         weight = upstream.expand_as(targets).masked_fill(ignored, 0.0).unsqueeze(-1)
-        gradient = torch.exp(logits - normalizer.unsqueeze(-1)).mul_(weight)
-        gradient.scatter_add_(-1, targets.masked_fill(ignored, 0).unsqueeze(-1), -weight)
+        probability = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        # A second derivative needs the probabilities themselves. Otherwise their memory is used again.
+        gradient = probability * weight if torch.is_grad_enabled() else probability.mul_(weight)
+        gradient = gradient.scatter_add_(-1, targets.masked_fill(ignored, 0).unsqueeze(-1), -weight)
         return gradient.to(logits.dtype), None
 
 

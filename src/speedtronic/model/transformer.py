@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 from speedtronic.errors import ConfigError
+from speedtronic.model.derivatives import only_backward_differentiates
 from speedtronic.model.loss import causal_cross_entropy
 
 if TYPE_CHECKING:
@@ -186,16 +187,15 @@ def unit_rms(x: Tensor, eps: float = NORM_EPS) -> Tensor:
 
 
 def _torch_is_slow_with_norms_of(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and x.dtype == torch.float32 and only_backward_differentiates()
 
 
 class _EagerUnitRMS(torch.autograd.Function):
     """`unit_rms` in fewer passes over memory than torch takes, which has no own kernel for it on CPUs.
 
-    With n = x · r and r = 1 / sqrt(mean(x²) + eps), the gradient is dx = r · (dn - n · mean(dn · n)).
+    With n = x · r and r = 1 / sqrt(mean(x²) + eps), the gradient is dx = r · (dn - n · mean(dn · n)) - r² · n · dr / D.
+    Both results are part of the graph and the gradient is made of them alone, so it can be differentiated again.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -205,19 +205,22 @@ class _EagerUnitRMS(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, None]:
-        if upstream is None:
-            return None, None
+    def backward(ctx: Any, upstream: Tensor | None, of_scale: Tensor | None) -> tuple[Tensor | None, None]:
         normal, scale = ctx.saved_tensors
-        # Σ dn · n; the -1 / width below makes it -mean(dn · n).
-        along = torch.linalg.vecdot(upstream, normal).unsqueeze(-1)
-        return torch.addcmul(upstream, normal, along, value=-1 / normal.size(-1)).mul_(scale), None
+        gradient = None
+        if upstream is not None:
+            # Σ dn · n; the -1 / width below makes it -mean(dn · n).
+            along = torch.linalg.vecdot(upstream, normal).unsqueeze(-1)
+            gradient = torch.addcmul(upstream, normal, along, value=-1 / normal.size(-1)).mul_(scale)
+        if of_scale is not None:
+            # Only the gradient of a gradient comes this way: the model uses the scale nowhere else.
+            through_scale = scale.square() * normal * of_scale / -normal.size(-1)
+            gradient = through_scale if gradient is None else gradient + through_scale
+        return gradient, None
 
 
 class RotaryEmbedding(nn.Module):
@@ -278,7 +281,7 @@ def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
 
     The weights stay separate parameters, and each call concatenates them: that copy costs little compared to the
     product. If any projection is not a plain `nn.Linear`, each is called on its own: one that was replaced, that has
-    hooks, its own forward, or another kind of weight, such as a quantised one.
+    hooks, its own forward, or another kind of weight, such as a quantised one. So it is with hooks on all modules.
     """
     if not all(_is_plain(projection) for projection in projections):
         return torch.cat([projection(x) for projection in projections], -1)
@@ -287,11 +290,20 @@ def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether calling the module does nothing but `x @ weight.T`."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if type(module) is not nn.Linear or any(hooks) or "forward" in module.__dict__:
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if type(module) is not nn.Linear or any(own) or any(_HOOKS_OF_ALL_MODULES) or "forward" in module.__dict__:
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return type(weight) in (nn.Parameter, Tensor) and bias is None
+
+
+# The hooks that a profiler or a counter registers for every module at once. torch changes these dicts in place.
+_HOOKS_OF_ALL_MODULES = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
 
 
 class CausalSelfAttention(nn.Module):

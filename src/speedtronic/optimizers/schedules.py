@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 
 from speedtronic.config import SchedulerConfig
+from speedtronic.errors import ConfigError
 
 Schedule = Callable[[int], float]
 
@@ -23,7 +24,13 @@ DEFAULT_DECAY_FRACTION = 0.2
 
 
 def learning_rate_schedule(config: SchedulerConfig) -> Schedule:
-    """Return the factor of the base learning rate as a function of the 0-based optimizer step."""
+    """Return the factor of the base learning rate as a function of the 0-based optimizer step.
+
+    Raises:
+        ConfigError: the decay of `wsd` would begin before its warmup has ended.
+    """
+    if (problem := config.check_decay()) is not None:
+        raise ConfigError(f"scheduler.decay_steps: {problem}")
     after_warmup = _AFTER_WARMUP[config.name]
 
     def factor(step: int) -> float:
@@ -50,7 +57,8 @@ def _linear(config: SchedulerConfig, step: int) -> float:
 
 def _wsd(config: SchedulerConfig, step: int) -> float:
     floor, horizon = config.min_lr_ratio, _horizon(config)
-    decay_steps = config.decay_steps or max(1, round(DEFAULT_DECAY_FRACTION * horizon))
+    last_part = min(round(DEFAULT_DECAY_FRACTION * horizon), horizon - config.warmup_steps)
+    decay_steps = config.decay_steps or max(1, last_part)
     remaining = min(1.0, max(0.0, (horizon - step) / decay_steps))
     return floor + (1 - floor) * remaining
 

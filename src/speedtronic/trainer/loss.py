@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speedtronic.errors import DataError, ModelError
 from speedtronic.model import IGNORE_INDEX, causal_cross_entropy
-from speedtronic.registry import import_function
+from speedtronic.registry import import_factory
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -170,7 +170,7 @@ def loss_by_name(name: str | None) -> LossFunction | None:
     if name is None:
         return None
     named: dict[str, LossFunction] = {"cross_entropy": _cross_entropy, "mse": _mean_squared_error}
-    return named.get(name) or import_function("loss", name)
+    return named.get(name) or import_factory(name, key="loss")
 
 
 def _cross_entropy(output: Any, batch: Any) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, overload
 
 
-class MetricRecords(Sequence[dict[str, Any]]):
-    """A list of dicts that keeps its numbers in typed columns and makes each dict when it is asked for.
+class MetricRecords:
+    """Metric records in typed columns, while `fit` runs; iterating makes a dict of each.
 
     A record of ten numbers takes 80 bytes here and about 500 as a dict. The first record fixes the keys.
     """
@@ -37,46 +37,39 @@ class MetricRecords(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        if isinstance(index, slice):
-            return [self._record(row) for row in range(*index.indices(self._length))]
-        if not -self._length <= index < self._length:
-            raise IndexError(f"record {index} of {self._length}")
-        return self._record(index % self._length)
-
-    def _record(self, row: int) -> dict[str, Any]:
-        return {key: column[row] for key, column in self._columns.items()}
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self._record(row) for row in range(self._length))
-
-    def __add__(self, other: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [*self, *other]
-
-    def __radd__(self, other: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [*other, *self]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # mutable, like a list
-
-    def __repr__(self) -> str:
-        return f"<{self._length} metric records of {', '.join(self._columns) or 'nothing'}>"
+        for row in range(self._length):
+            yield {key: column[row] for key, column in self._columns.items()}
 
 
 def _column_for(value: Any) -> array[float] | array[int] | list[Any]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return []
     return array("q") if isinstance(value, int) else array("d")
+
+
+class _ListWhenRead:
+    """A field of a dataclass that keeps `MetricRecords` as they are, and is a list of dicts from its first read on."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> tuple[()]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> list[dict[str, Any]]: ...
+
+    def __get__(self, instance: object | None, owner: type) -> list[dict[str, Any]] | tuple[()]:
+        if instance is None:
+            return ()  # what the dataclass takes for the default
+        kept = instance.__dict__[self._name]
+        if not isinstance(kept, list):
+            instance.__dict__[self._name] = kept = list(kept)
+        return kept
+
+    def __set__(self, instance: object, value: Iterable[dict[str, Any]]) -> None:
+        instance.__dict__[self._name] = value
 
 
 @dataclass
@@ -89,7 +82,7 @@ class TrainResult:
         tokens: cumulative token counter.
         final_loss: mean loss of the last update of this invocation; None when no update ran or it was not finite.
         elapsed_s: duration of this invocation in seconds.
-        metrics: every metric record of this invocation, as a sequence of dicts.
+        metrics: every metric record of this invocation, a list of dicts. It is made when it is first read.
         eval_loss: the last evaluation loss of this invocation, or None.
         interrupted_by: number of the signal that ended the run early, or None.
         save_error: why the last checkpoint could not be written, or None.
@@ -100,7 +93,7 @@ class TrainResult:
     tokens: int
     final_loss: float | None
     elapsed_s: float
-    metrics: Sequence[dict[str, Any]] = field(default_factory=MetricRecords)
+    metrics: _ListWhenRead = _ListWhenRead()
     eval_loss: float | None = None
     interrupted_by: int | None = None
     save_error: str | None = None

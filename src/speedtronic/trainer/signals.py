@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to finish the step, instead of a traceback in the middle of one."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request to finish the step, instead of an end in the middle of one."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-WATCHED = (signal.SIGINT, signal.SIGTERM)
+# A terminal that is closed, or a connection to one that is lost, is a SIGHUP. Windows has no such signal.
+_HANGUP = None if sys.platform == "win32" else signal.SIGHUP
+WATCHED = tuple(number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP) if number is not None)
 
 
 class SignalWatch:
-    """Context manager that keeps the first SIGINT or SIGTERM in `received`. The second one ends the process.
+    """Context manager that keeps the first SIGINT, SIGTERM or SIGHUP in `received`. A second one ends the process.
+
+    A SIGHUP does not count for that: when a terminal is closed, the shell and the kernel both send it, and a service
+    manager sends it together with SIGTERM.
 
     Only the main thread of a process may install handlers. In other threads `received` stays None.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._is_asked = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
             handler: Callable[[int, FrameType | None], None] = self._note
-            # A signal that the process ignores, as background jobs of a shell do, stays ignored.
+            # A signal that the process ignores, as background jobs of a shell and `nohup` do, stays ignored.
             watched = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
             self._previous = {number: signal.signal(number, handler) for number in watched}
         return self
@@ -42,10 +48,15 @@ class SignalWatch:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            if sys.stdout is not None and sys.stdout.isatty():
-                # A live progress line has hidden the cursor, and nothing else will show it again.
-                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.received = signal.Signals(number)
+        if number != _HANGUP:
+            if self._is_asked:
+                self._end(number)
+            self._is_asked = True
+        self.received = self.received or signal.Signals(number)
+
+    def _end(self, number: int) -> None:
+        if sys.stdout is not None and sys.stdout.isatty():
+            # A live progress line has hidden the cursor, and nothing else will show it again.
+            os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

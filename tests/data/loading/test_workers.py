@@ -80,7 +80,7 @@ def test_workers_stay_alive_from_epoch_to_epoch_and_end_with_close(make: Make) -
 
 
 @EACH_KIND
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_whole_job_leaves_the_workers_at_work(make: Make, number: signal.Signals) -> None:
     with closing(make()) as loader:
         processes = {batch.item() for batch in loader}

@@ -216,7 +216,7 @@ class _BlockDataset(TokenDataset):
 class TextFileTokenDataset(_BlockDataset):
     """The blocks of a UTF-8 text file.
 
-    With bytes as tokens the file is memory-mapped and any block costs the same. Other tokenizers encode the text
+    With bytes as tokens any block costs the same to read. Other tokenizers encode the text
     once, into a cache on disk that later runs share. A tokenizer without a `spec` cannot be recognised, so it encodes
     the text into memory.
 

@@ -339,7 +339,8 @@ def _close_all() -> None:
 
 def _ignore_signals_to_the_job(may_end: Any, worker: int) -> None:
     """Let a worker survive a signal that stops the whole job: the training process finishes its step first, and needs
-    data for that. Ctrl-C reaches every process of the terminal, SIGTERM every process of a container or a job."""
+    data for that. Ctrl-C and SIGHUP reach every process of the terminal, SIGTERM every process of a container or a
+    job."""
     training_process = os.getppid()
 
     def end_if_allowed(number: int, frame: object) -> None:
@@ -349,4 +350,5 @@ def _ignore_signals_to_the_job(may_end: Any, worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end_if_allowed)
     if sys.platform != "win32":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         os.setpgrp()

@@ -111,9 +111,9 @@ else:
 
     @contextmanager
     def _signals_blocked() -> Iterator[None]:
-        """A process that starts in this block never receives Ctrl-C and SIGTERM. A worker ends with its parent."""
+        """A process that starts in this block never gets Ctrl-C, SIGTERM and SIGHUP. A worker ends with its parent."""
         resource_tracker.ensure_running()  # if it were started in the block, it would lift the mask
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             yield
         finally:

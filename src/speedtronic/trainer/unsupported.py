@@ -1,0 +1,74 @@
+"""Optimizers and schedulers that the loop cannot drive: refused before they change a weight."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
+
+from speedtronic.errors import ConfigError
+
+_ONE_FOR_ALL = (
+    "one optimizer trains all parameters: give them as groups of one optimizer, each with its own options, or combine "
+    "Muon and AdamW with speedtronic.HybridOptimizer"
+)
+
+
+def refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
+    """Raise ConfigError, with what to do instead, unless `step()` is all that both need once per global step."""
+    if isinstance(optimizer, list | tuple | dict | set):
+        raise ConfigError(f"optimizer: a {type(optimizer).__name__} of {len(optimizer)} cannot be used; {_ONE_FOR_ALL}")
+    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"optimizer: must be a torch.optim.Optimizer, not {_named(optimizer)}")
+    # A wrapper of an optimizer passes the closure on, or its absence.
+    inner = optimizer
+    while isinstance(getattr(inner, "base", None), torch.optim.Optimizer):
+        inner = inner.base
+    if "closure" in _required(inner.step):
+        raise ConfigError(
+            f"optimizer: {type(inner).__name__} calls the model several times in one step, through a closure that the "
+            "loop does not have; use an optimizer whose step() needs none, such as AdamW, SGD or Muon"
+        )
+    if scheduler is None:
+        return
+    if isinstance(scheduler, list | tuple | dict | set):
+        raise ConfigError(
+            f"scheduler: a {type(scheduler).__name__} of {len(scheduler)} cannot be used; combine them in one with "
+            "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR"
+        )
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(f"scheduler: must be a torch.optim.lr_scheduler.LRScheduler, not {_named(scheduler)}")
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if needed := _required(part.step):
+            raise ConfigError(
+                f"scheduler: {type(part).__name__} needs {' and '.join(needed)} at each step, and the loop advances a "
+                "scheduler with step() alone, since losses stay on the device; use one that needs the step only, such "
+                "as LambdaLR or CosineAnnealingLR, or none"
+            )
+
+
+def refuse_exhausted(scheduler: Any, steps: int) -> None:
+    """Raise ConfigError if a scheduler that ends with an error is to advance by more steps than it has left."""
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if isinstance(part, OneCycleLR) and steps > (left := part.total_steps - part.last_epoch):
+            raise ConfigError(
+                f"scheduler: {type(part).__name__} has {left} of its {part.total_steps} steps left, and {steps} "
+                "updates are to be trained; give it as many total_steps as the run has, or train for fewer"
+            )
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The parameters that a call must give."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built in C: nothing is known
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in variable]
+
+
+def _named(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -1,0 +1,101 @@
+"""What the configuration alone shows to be wrong or doubtful."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
+from speedtronic.config.checks import doubts, refuse_what_cannot_be_trained
+from tests.support.cases import case
+
+
+def test_what_is_certain_to_stop_a_run_is_refused_all_at_once() -> None:
+    config = load_config(
+        {
+            "model": {"max_seq_len": 16, "vocab_size": 50},
+            "data": {"block_size": 32, "vocab_size": 60, "labels": "unshifted", "synthetic": False},
+            "eval": {"every_steps": 5},
+            "checkpoint": {"keep_best": 1},
+        }
+    )
+    config.data.validation_fraction = 0.0
+    with pytest.raises(ConfigError) as caught:
+        refuse_what_cannot_be_trained(config)
+    keys = [line.split(":")[0].split(" ")[0] for line in str(caught.value).splitlines()]
+    assert keys == ["data.block_size", "data.vocab_size", "data", "data.labels", "eval.every_steps"]
+
+
+def test_a_dataset_of_the_users_decides_for_itself() -> None:
+    section = {"dataset": "mine:make", "labels": "unshifted", "synthetic": False}
+    refuse_what_cannot_be_trained(load_config({"data": section, "eval": {"every_steps": 5}}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "shown"),
+    [
+        ({}, None),
+        ({"max_steps": 1, "scheduler": {"warmup_steps": 1}}, None),
+        ({"max_steps": 51, "scheduler": {"warmup_steps": 50}}, None),
+        (
+            {"max_steps": 50, "scheduler": {"warmup_steps": 100}},
+            "warmup_steps is 100, but the run ends after 50 ",
+        ),
+        ({"max_steps": 50, "scheduler": {"warmup_steps": 50}}, "warmup_steps is 50, but the run ends after 50 "),
+        ({"data": {"max_steps": 50}}, "warmup_steps is 100, but the run ends after 50 "),
+        (
+            {"max_steps": 900, "scheduler": {"max_steps": 60, "warmup_steps": 80}},
+            r"warmup_steps is 80, but the schedule \(scheduler.max_steps\) ends after 60 updates",
+        ),
+        (
+            {"max_steps": 200, "data": {"max_steps": 150}},
+            r"run.max_steps \(--max-steps\) is 200, but data.max_steps is 150 .* the run takes 150 updates",
+        ),
+        ({"data": {"max_steps": 150}}, None),
+        ({"max_steps": 150, "data": {"max_steps": 150}}, None),
+    ],
+)
+def test_what_is_most_likely_not_meant_is_said(sections: dict[str, Any], shown: str | None) -> None:
+    found = doubts(load_config(sections))
+    if shown is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert re.search(shown, found[0]), found[0]
+
+
+def test_a_target_given_beside_the_configuration_goes_before_both() -> None:
+    config = load_config({"max_steps": 200, "data": {"max_steps": 150}, "scheduler": {"warmup_steps": 100}})
+    assert len(doubts(config)) == 1
+    assert doubts(config, max_steps=120) == []
+    (found,) = doubts(config, max_steps=90)
+    assert "the run ends after 90 updates" in found
+
+
+def test_the_warmup_follows_the_length_of_the_schedule_until_it_is_given() -> None:
+    config = SpeedtronicConfig.from_dict({"max_steps": 50})
+    assert config.scheduler.warmup_steps == 5
+    config.run.max_steps = 300
+    assert config.validate().scheduler.warmup_steps == 30
+    config.scheduler.max_steps = 5000
+    assert config.validate().scheduler.warmup_steps == 100
+    config.scheduler.warmup_steps = 7
+    config.scheduler.max_steps = 40
+    assert config.validate().scheduler.warmup_steps == 7
+    assert load_config(config.to_yaml()).scheduler.warmup_steps == 7
+    config.scheduler.warmup_steps = None  # type: ignore[assignment]
+    assert config.validate().scheduler.warmup_steps == 4
+
+
+def test_a_tokenizer_that_nothing_would_use_is_refused() -> None:
+    for section, why in (
+        ({"shards": "prepared"}, "shards have their own"),
+        ({}, "there is no text to encode"),
+        ({"dataset": "mine:make", "tokenizer": "chars"}, "name a tokenizer file"),
+    ):
+        with case(section), pytest.raises(ConfigError, match=rf"^data\.tokenizer: .*{why}"):
+            SpeedtronicConfig(data={"tokenizer": "tokenizer.json", **section})
+    for section in ({"text_path": "a.txt"}, {"dataset": "mine:make"}):
+        assert SpeedtronicConfig(data={"tokenizer": "tokenizer.json", **section}).data.tokenizer == "tokenizer.json"

@@ -1,0 +1,93 @@
+"""What the loop cannot drive is refused at construction, and no weight has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from speedtronic.errors import ConfigError
+from speedtronic.optimizers import CautiousOptimizer
+from speedtronic.trainer import Trainer
+
+BATCHES = [(torch.ones(4, 2), torch.ones(4, 1))]
+
+
+def trainer(optimizer: Any, model: torch.nn.Module, scheduler: Any = None) -> Trainer:
+    return Trainer(model, optimizer, BATCHES, device="cpu", scheduler=scheduler, loss_fn=mean_square)
+
+
+def mean_square(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(output, batch[1])
+
+
+@pytest.fixture
+def model() -> torch.nn.Linear:
+    return torch.nn.Linear(2, 1)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(model: torch.nn.Linear) -> None:
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    for optimizer in (lbfgs, CautiousOptimizer(lbfgs)):
+        with pytest.raises(ConfigError, match=r"^optimizer: LBFGS calls the model several times.*such as AdamW"):
+            trainer(optimizer, model)
+
+
+@pytest.mark.parametrize(
+    ("several", "shown"), [(lambda one: [one, one], "list of 2"), (lambda one: {"all": one}, "dict of 1")]
+)
+def test_several_optimizers_are_refused(several: Any, shown: str, model: torch.nn.Linear) -> None:
+    with pytest.raises(ConfigError, match=rf"^optimizer: a {shown} cannot be used; .*HybridOptimizer$"):
+        trainer(several(sgd(model)), model)
+
+
+def test_what_is_no_optimizer_is_refused(model: torch.nn.Linear) -> None:
+    for wrong, shown in ((torch.optim.AdamW, "the class AdamW"), (None, "a NoneType"), (model, "a Linear")):
+        with pytest.raises(ConfigError, match=rf"must be a torch\.optim\.Optimizer, not {shown}"):
+            trainer(wrong, model)
+
+
+def test_a_scheduler_that_needs_the_loss_is_refused(model: torch.nn.Linear) -> None:
+    optimizer = sgd(model)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ConfigError, match=r"^scheduler: ReduceLROnPlateau needs metrics at each .*such as LambdaLR"):
+        trainer(optimizer, model, plateau)
+    for wrong, shown in (
+        ([plateau], "a list of 1"),
+        (lr_scheduler.LambdaLR, "not the class LambdaLR"),
+        (0.1, "not a float"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^scheduler: .*{shown}"):
+            trainer(optimizer, model, wrong)
+
+
+def test_a_scheduler_that_would_end_before_the_run_is_refused_before_the_first_update(model: torch.nn.Linear) -> None:
+    optimizer = sgd(model)
+    before = model.weight.clone()
+    one_cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    runs = trainer(optimizer, model, one_cycle)
+    with pytest.raises(ConfigError, match=r"OneCycleLR has 4 of its 4 steps left, and 5 updates"):
+        runs.fit(5)
+    assert torch.equal(model.weight, before)
+    assert runs.fit(4).steps == 4
+    with pytest.raises(ConfigError, match=r"OneCycleLR has 0 of its 4 steps left, and 1 updates"):
+        runs.fit(5)
+
+
+def test_torchs_own_optimizers_and_schedulers_are_taken(model: torch.nn.Linear) -> None:
+    kinds = (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam)
+    for kind in kinds:
+        optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[operator]
+        warm = lr_scheduler.LinearLR(optimizer)
+        for scheduler in (
+            lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
+            lr_scheduler.ChainedScheduler([warm, lr_scheduler.ExponentialLR(optimizer, 0.9)]),
+            lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.StepLR(optimizer, 2)], [2]),
+        ):
+            trainer(optimizer, model, scheduler)
