@@ -137,6 +137,18 @@ def test_a_loss_that_is_nan_at_a_target_is_nan() -> None:
     assert math.isnan(evaluator([batch(1, 2), batch(1, -100)])(Broken())["loss"])
 
 
+def test_what_looks_wrong_is_said_once_in_all_evaluations() -> None:
+    class Graph(nn.Module):
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            return torch.ones(2, 3)
+
+    said: list[str] = []
+    evaluate = evaluator([{"x": torch.zeros(2, 3), "edges": torch.zeros(9)}], warn=said.append)
+    for _ in range(2):
+        evaluate(Graph())
+    assert [message.split()[1] for message in said] == ["tensors", "model"]
+
+
 def test_losses_of_each_label_are_averaged_over_the_targets() -> None:
     class Each(nn.Module):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -30,9 +30,12 @@ class HeldOutLoss:
         device: where the model is.
         precision: the plan under which the forward runs.
         batches: at most this many batches; None for all.
-        loss_fn: as for `Trainer`.
+        loss_fn: as for `Trainer`, which gives its own to an evaluator without one.
         labels: "aligned" or "unshifted", as in `data.labels`.
-        warn: called with what looks wrong with the model's output.
+        warn: called once with what looks wrong with the model's output, and with the batches.
+
+    Attributes:
+        loss_fn: the argument; may be set until the first evaluation.
     """
 
     def __init__(
@@ -46,14 +49,13 @@ class HeldOutLoss:
         labels: str = "aligned",
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
+        self.loss_fn = loss_fn
         self._passes = passes
         self._device = device
         self._precision = precision
         self._limit = batches
-        self._loss_fn = loss_fn
         self._labels = labels
-        self._warn = warn
-        self._count_warning = Once(warn)
+        self._once = Once(warn)
 
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Return `loss` (nats per target), `targets`, `batches` and `duration_s` of one pass.
@@ -64,7 +66,9 @@ class HeldOutLoss:
             DataError: the pass has no batch, or no target.
         """
         started = time.perf_counter()
-        forward = Forward(model, self._precision, loss_fn=self._loss_fn, warn=self._warn)
+        forward = Forward(
+            model, self._precision, loss_fn=self.loss_fn, warn=lambda message: self._once("loss", message)
+        )
         # Summed losses and weights stay on the device until the end, so that no batch waits for the one before it.
         losses: list[Tensor] = []
         weights: list[Tensor] = []
@@ -75,7 +79,7 @@ class HeldOutLoss:
                 if labelled:
                     targets = count_labels(aligned)
                 else:
-                    targets = torch.tensor(batch_size_and_tokens(aligned, self._count_warning)[0])
+                    targets = torch.tensor(batch_size_and_tokens(aligned, self._once)[0])
                 weight = targets.to(self._device)
                 loss = forward(model, move_batch(aligned, self._device)).float()
                 # The mean over no target is NaN, and 0 · NaN would be too.

@@ -426,7 +426,6 @@ def _build_evaluator(
         device=device,
         precision=precision,
         batches=config.eval.batches,
-        loss_fn=loss_by_name(config.loss),
         labels=config.data.labels,
         warn=logger.warning,
     )

@@ -298,6 +298,17 @@ def test_a_fault_inside_of_a_model_is_raised_as_it_is() -> None:
     assert not isinstance(raised.value, ModelError)
 
 
+def test_a_fault_with_columns_that_a_model_does_not_name_names_them() -> None:
+    class PassesOn(nn.Module):
+        def forward(self, x: Tensor, **others: Any) -> Any:
+            return torch.sum(x, **others)
+
+    model = PassesOn()
+    with pytest.raises(TypeError) as raised:
+        forward_of(model)(model, {"x": torch.ones(2), "text": ["a", "b"]})
+    assert "['text']" in raised.value.__notes__[0]
+
+
 def test_scores_of_classes_with_a_label_each_are_refused_before_anything_is_said() -> None:
     class Labelled(Scores):
         def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.shapes import ShapeReport, resolve_shape_profile
 from speedtronic.trainer import SpeedtronicTrainer, Trainer, TrainingEngine
-from speedtronic.trainer.loss import loss_by_name
 from speedtronic.trainer.result import MetricRecords
 from tests.support.models import (
     ACCUMULATE_TWO,
@@ -230,9 +229,7 @@ def test_a_module_of_any_making_trains_as_the_loop_written_by_hand_and_resumes(k
 
     def trainer(**options: Any) -> Trainer:
         plan = resolve_precision("fp32", torch.device("cpu"))
-        held_out = HeldOutLoss(
-            lambda: classes(1), device=torch.device("cpu"), precision=plan, loss_fn=loss_by_name("cross_entropy")
-        )
+        held_out = HeldOutLoss(lambda: classes(1), device=torch.device("cpu"), precision=plan)
         return make_trainer(made_by(kind, Plain()), classes(), config=config, evaluator=held_out, **options)
 
     first = trainer(checkpoint_manager=manager).fit(3)
@@ -256,6 +253,20 @@ def test_a_configured_loss_trains_a_plain_module_and_loss_fn_comes_before_it() -
     assert given.final_loss == 7.0
 
 
+def test_the_loss_reaches_an_evaluator_that_has_none_and_no_other() -> None:
+    plan, cpu = resolve_precision("fp32", torch.device("cpu")), torch.device("cpu")
+
+    def seven(output: Tensor, batch: Any) -> Tensor:
+        return 0 * output.sum() + 7.0
+
+    def eight(output: Tensor, batch: Any) -> Tensor:
+        return 0 * output.sum() + 8.0
+
+    for own, expected in ((None, 7.0), (eight, 8.0)):
+        held_out = HeldOutLoss(lambda: classes(1), device=cpu, precision=plan, loss_fn=own)
+        assert make_trainer(Plain(), classes(), loss_fn=seven, evaluator=held_out).fit(1).eval_loss == expected
+
+
 def test_a_frozen_backbone_keeps_its_statistics_while_the_rest_is_trained_and_evaluated() -> None:
     """Put into training mode, its batch norm would drift: by 2.57 in 20 steps, users found."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
@@ -263,7 +274,7 @@ def test_a_frozen_backbone_keeps_its_statistics_while_the_rest_is_trained_and_ev
     console = StringIO()
     batches = [(1.0 + x, y) for x, y in regression_batches()]
     plan = resolve_precision("fp32", torch.device("cpu"))
-    held_out = HeldOutLoss(lambda: batches, device=torch.device("cpu"), precision=plan, loss_fn=loss_by_name("mse"))
+    held_out = HeldOutLoss(lambda: batches, device=torch.device("cpu"), precision=plan)
     ours = make_trainer(
         model,
         batches,

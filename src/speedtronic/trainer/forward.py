@@ -185,9 +185,11 @@ class Forward:
         args, keywords = self._arguments(batch)
         try:
             return model(*args, **keywords)
-        except (TypeError, RuntimeError):  # the latter from scripted and traced modules
+        except (TypeError, RuntimeError) as error:  # the latter from scripted and traced modules
             if self._signature is not None and not _binds(self._signature, args, keywords):
                 self._refuse(batch)
+            if self._takes_any_key and (unnamed := [str(key) for key in keywords if key not in self._names]):
+                error.add_note(f"{self._title} was also given columns of the batch that it does not name: {unnamed}")
             raise
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -89,6 +89,7 @@ class Trainer:
         max_steps: default target of `fit`; `config.data.max_steps` or `config.run.max_steps` without it.
         start_step: the global step at which counting begins.
         loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not; what `config.loss` names without it.
+            It becomes the `loss_fn` of the evaluator too, if that has one which is None.
         evaluator: called at the cadence of `config.eval` with the model, or with the averaged model where
             `config.optimizer.ema` keeps one, and with a function that says whether the run is being interrupted.
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints always does.
@@ -151,6 +152,8 @@ class Trainer:
         self._lock_directory = lock_directory
         self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
+        if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:
+            evaluator.loss_fn = loss_fn
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
         self._count_warning = Once(self.logger.warning)
         self._parts = PartsSetApart(model, inform=self.logger.info, warn=self.logger.warning)
