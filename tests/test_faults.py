@@ -172,6 +172,27 @@ def test_a_clock_that_jumps_back_does_not_make_an_old_checkpoint_the_newest(tmp_
     assert state["step"] == 5
 
 
+def test_a_clock_that_jumps_back_does_not_choose_between_runs(tmp_path: Path) -> None:
+    """Without `latest.json`, the run that saved last is continued: by the count of saves, whatever the time was."""
+    noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
+    first = CheckpointManager(tmp_path, now=lambda: noon)
+    make_trainer(checkpoint_manager=first).fit(3)
+    second = CheckpointManager(tmp_path, now=lambda: noon - timedelta(days=1))
+    make_trainer(checkpoint_manager=second).fit(2)
+    (tmp_path / "latest.json").unlink()
+    found = CheckpointManager(tmp_path, warn=lambda message: None)
+    state = found.load_latest()
+    assert state is not None
+    assert (state["step"], found.run_id) == (2, second.run_id)
+
+    # The first one goes on, and has then saved last.
+    resumed = CheckpointManager(tmp_path, now=lambda: noon - timedelta(days=2))
+    resumed.run_id = first.run_id
+    make_trainer(checkpoint_manager=resumed).fit(4)
+    (tmp_path / "latest.json").unlink()
+    assert found.latest_path() == tmp_path / "step_000000000004"
+
+
 # --- hooks ---
 
 

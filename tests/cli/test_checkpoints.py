@@ -66,7 +66,8 @@ def test_json_is_an_array_of_objects(half_damaged: Path, capsys: pytest.CaptureF
     assert len(second["run_id"]) == 32
     assert first["problem"].startswith("state.json has 1 bytes")
     assert (first["newest"], second["newest"]) == (False, True)
-    fields = ["step", "path", "size_bytes", "time", "run_id", "loss", "eval_loss", "newest", "problem"]
+    assert (first["best"], second["best"]) == (False, True)
+    fields = ["step", "path", "size_bytes", "time", "run_id", "loss", "eval_loss", "newest", "best", "problem"]
     assert list(first) == list(second) == fields
 
 

@@ -197,7 +197,7 @@ def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(
         assert main(["train", str(tmp_path / "config.yaml")]) == 2
         assert str(process.pid) in capsys.readouterr().err
     # The holder is dead, so its folder is free again.
-    assert main(["train", str(tmp_path / "config.yaml"), "--max-steps", "2"]) == 0
+    assert main(["train", str(tmp_path / "config.yaml"), "--max-steps", "2", "--overwrite"]) == 0
 
 
 def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands and their options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="speedtronic",
         description="Train a PyTorch module from one YAML, fast and without losing a step.",
     )

@@ -93,6 +93,7 @@ class Trainer:
         evaluator: called at the cadence of `config.eval` with the model, or with the averaged model where
             `config.optimizer.ema` keeps one, and with a function that says whether the run is being interrupted.
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints always does.
+        on_lock: called by `fit` as soon as the folders belong to it.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
         shape_report: the result of an earlier startup shape validation; without it `fit` validates.
         callbacks: objects with some of the methods of `trainer.Callback`, called in this order. Those that a
@@ -123,6 +124,7 @@ class Trainer:
         loss_fn: LossFunction | None = None,
         evaluator: Evaluator | None = None,
         lock_directory: Path | None = None,
+        on_lock: Callable[[], None] | None = None,
         metadata: Mapping[str, Any] | None = None,
         shape_report: ShapeReport | None = None,
         callbacks: Iterable[object] = (),
@@ -149,7 +151,8 @@ class Trainer:
         self._group: Group = SingleProcess()
         self._evaluator = evaluator
         self._callbacks = Callbacks(callbacks, warn=self.logger.warning)
-        self._lock_directory = lock_directory
+        self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
+        self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:
@@ -227,6 +230,10 @@ class Trainer:
         for folder in (self._lock_directory, checkpoints):
             if folder is not None:
                 stack.enter_context(RunLock(folder))
+        if manager is not None and isinstance(self.logger, MetricLogger):  # a user's own may have no such attribute
+            self.logger.run_id = manager.run_id
+        if self._on_lock is not None:
+            self._on_lock()
         self.model.to(self.device)
         self._parts.train()
         if uninitialized(self.model):
