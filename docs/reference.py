@@ -57,6 +57,7 @@ CHECKPOINT_KEYS = {
     "rng.numpy": "state of NumPy's global generator",
     "rng.torch": "state of torch's CPU generator",
     "data.loader": "the position in the data, as the loader tells it",
+    "data.epoch": "the number of the epoch, from 0",
     "data.generators": "states of the loader's own random number generators",
     "metrics.loss": "the last reported loss, or null",
     "metrics.eval_loss": "the validation loss, of the average where one is kept, if measured at this step; else null",

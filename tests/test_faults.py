@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
+from speedtronic.cli import main
 from speedtronic.durable.files import FileSystem
 from speedtronic.errors import NonFiniteError, SpeedtronicError
 from speedtronic.metrics import MetricLogger
@@ -170,6 +172,63 @@ def test_a_clock_that_jumps_back_does_not_make_an_old_checkpoint_the_newest(tmp_
     state = CheckpointManager(tmp_path, warn=lambda message: None).load_latest()
     assert state is not None
     assert state["step"] == 5
+
+
+def test_a_clock_that_jumps_back_does_not_choose_between_runs(tmp_path: Path) -> None:
+    """Without `latest.json`, the run that saved last is continued: by the count of saves, whatever the time was."""
+    noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
+    first = CheckpointManager(tmp_path, now=lambda: noon)
+    make_trainer(checkpoint_manager=first).fit(3)
+    second = CheckpointManager(tmp_path, now=lambda: noon - timedelta(days=1))
+    make_trainer(checkpoint_manager=second).fit(2)
+    (tmp_path / "latest.json").unlink()
+    found = CheckpointManager(tmp_path, warn=lambda message: None)
+    state = found.load_latest()
+    assert state is not None
+    assert (state["step"], found.run_id) == (2, second.run_id)
+
+    # The first one goes on, and has then saved last.
+    resumed = CheckpointManager(tmp_path, now=lambda: noon - timedelta(days=2))
+    resumed.run_id = first.run_id
+    make_trainer(checkpoint_manager=resumed).fit(4)
+    (tmp_path / "latest.json").unlink()
+    assert found.latest_path() == tmp_path / "step_000000000004"
+
+
+# --- the working directory ---
+
+
+def test_relative_folders_of_a_run_survive_a_change_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between building and training, as a script of the user's may do it, with workers that start later."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("to be or not to be " * 100, encoding="utf-8")
+    data = {"text_path": "text.txt", "num_workers": 1, "validation_fraction": 0.2}
+    logs = {"json_file": "m.jsonl", "file": "l.txt"}
+    model = {"vocab_size": 256}
+    trainer, _ = build_runtime(tiny("run", data=data, logging=logs, model=model, checkpoint={"every_steps": 2}))
+    os.chdir("elsewhere")
+    trainer.fit()
+    assert not list(Path().iterdir())
+    there = {path.name for path in (tmp_path / "run").iterdir()}
+    assert there >= {"checkpoints", "config.yaml", "run.json", "m.jsonl", "l.txt"}
+    assert (tmp_path / "run/checkpoints/step_000000000004").is_dir()
+
+
+def test_a_plugin_that_changes_the_working_directory_moves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/plugin_that_moves.py").write_text("import os\nos.chdir('code')\n", encoding="utf-8")
+    config = tmp_path / "code/my.yaml"
+    config.write_text(json.dumps(tiny("run", plugins=["plugin_that_moves"])), encoding="utf-8")
+    assert main(["train", str(config)]) == 0
+    assert (tmp_path / "run/checkpoints/step_000000000004").is_dir()
+    assert Path.cwd() == tmp_path
 
 
 # --- hooks ---

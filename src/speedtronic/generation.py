@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.checkpoint.manifest import MANIFEST, read_manifest
 from speedtronic.checkpoint.snapshot import read_state
-from speedtronic.config import SpeedtronicConfig
+from speedtronic.config import load_config
 from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer
 from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.durable.files import FileSystem
@@ -193,9 +193,14 @@ class TextGenerator:
 
 
 def load_generator(
-    source: str | Path, *, extra: Mapping[str, Any] | None = None, device: str | torch.device = "cpu"
+    source: str | Path,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    best: bool = False,
+    device: str | torch.device = "cpu",
 ) -> TextGenerator:
-    """Load the newest sound checkpoint below a folder, ready to generate.
+    """Load the newest sound checkpoint below a folder, or the best one, ready to generate.
 
     Where the run kept an average of the weights (`optimizer.ema`), the averaged weights are loaded, as they were
     evaluated.
@@ -206,20 +211,22 @@ def load_generator(
     Args:
         source: a run's output folder, its checkpoints folder, or one checkpoint.
         extra: `model.extra` of the run, for values that a checkpoint leaves out because their keys look secret.
+        overrides: `section.key=value` strings that replace values of the checkpoint's configuration.
+        best: take the checkpoint with the lowest evaluation loss, not the newest.
         device: where the model goes.
 
     Raises:
-        CheckpointError: there is no checkpoint, none is sound, or its weights do not fit its model.
+        CheckpointError: there is no checkpoint, none was evaluated, none is sound, or its weights do not fit its model.
         ConfigError: the model cannot be built.
         InputError: the model was not trained on text.
     """
-    state = _load_state(Path(source))
+    state = _load_state(Path(source), best=best)
     if state.get("tokenizer") is None:
         raise InputError(f"{source}: this model was trained on bare token ids; without a tokenizer it cannot write")
     tokenizer = tokenizer_from_spec(state["tokenizer"])
     if not state.get("config"):
         raise CheckpointError(f"{source}: this checkpoint has no configuration; name the YAML it was trained with")
-    config = SpeedtronicConfig.from_dict(state["config"])
+    config = load_config(state["config"], overrides)
     if config.model.name not in registry:
         raise ConfigError(
             f"{source}: this checkpoint is of the custom model {config.model.name!r}, and no code that a checkpoint "
@@ -242,18 +249,25 @@ def load_generator(
     )
 
 
-def _load_state(source: Path) -> dict[str, Any]:
+def _load_state(source: Path, *, best: bool) -> dict[str, Any]:
     if (source / MANIFEST).is_file():
-        files = FileSystem()
-        try:
-            return read_state(files, source, read_manifest(files, source))
-        except CheckpointError as error:
-            raise CheckpointError(f"{source}: {error}") from error
+        if best:
+            raise ConfigError(f"{source}: is one checkpoint; to take the best, name the folder of its run")
+        return _state_of(source)
     below = source / "checkpoints"
-    state = CheckpointManager(below if below.is_dir() else source).load_latest()
+    manager = CheckpointManager(below if below.is_dir() else source)
+    state = manager.use_newest(_state_of, best=True) if best else manager.load_latest()
     if state is None:
         raise CheckpointError(f"{source}: there is no checkpoint here; train first, or name the folder of a run")
     return state
+
+
+def _state_of(checkpoint: Path) -> dict[str, Any]:
+    files = FileSystem()
+    try:
+        return read_state(files, checkpoint, read_manifest(files, checkpoint))
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from error
 
 
 def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

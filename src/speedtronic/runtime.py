@@ -9,8 +9,10 @@ import importlib
 import inspect
 import os
 import random
+import re
 import sys
-from collections.abc import Mapping, Sequence
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -26,21 +28,28 @@ from speedtronic.checkpoint.export.llama import MODEL_NAMES, hidden_differences,
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.config.checks import doubts, needs_held_out_data, refuse_what_cannot_be_trained
+from speedtronic.config.run_folder import RUN_CONFIG, imported_from, run_folder, save_run
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
 from speedtronic.errors import CheckpointError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.transformer import NORM_EPS
+from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.registry import build_model, import_factory
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
+from speedtronic.trainer.forward import Forward, move_batch
+from speedtronic.trainer.lazy_modules import initialize, uninitialized
+from speedtronic.trainer.loss import loss_by_name
 
 if TYPE_CHECKING:
     from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
+
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 ConfigSource = SpeedtronicConfig | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -82,7 +91,7 @@ def train_from_config(
 ) -> TrainResult:
     """Build a runtime and fit it. The arguments are those of `build_runtime`."""
     settings = _resolve(config)
-    folder = _lock_directory(settings)
+    folder = run_folder(settings)
     # Taken before a log file is opened, so that a second process leaves no line in the first one's files.
     with RunLock(folder) if folder is not None else nullcontext():
         trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps)
@@ -102,12 +111,15 @@ def _build(
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
     precision = resolve_precision(settings.precision, target_device)
+    resume = resume or settings.checkpoint.resume
+    folder = run_folder(settings)
     logger = build_logger(settings)
+    manager = build_checkpoint_manager(settings, logger)
+    logger.run_id = (manager.latest_run_id() if resume else None) or manager.run_id
     data = _build_data(settings, target_device, logger)
 
-    manager = build_checkpoint_manager(settings, logger)
     saved = None
-    if resume or settings.checkpoint.resume:
+    if resume:
         saved = manager.load_latest()
         if saved is None:
             logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
@@ -117,6 +129,8 @@ def _build(
         logger.warning(doubt)
 
     model = build_model(settings.model).to(target_device)
+    if uninitialized(model):
+        _initialize_lazy_modules(model, data.train, settings, target_device, precision, logger)
     _check_takes_documents(model, settings)
     if saved is None and settings.run.init_from is not None:
         _load_initial_weights(model, settings.run.init_from, settings, data.tokenizer, logger)
@@ -135,7 +149,8 @@ def _build(
         coordinator=_build_coordinator(settings, model, logger),
         max_steps=max_steps,
         evaluator=_build_evaluator(data, settings, target_device, precision, logger),
-        lock_directory=_lock_directory(settings),
+        lock_directory=folder,
+        on_lock=partial(_record_run, folder, settings, manager, logger) if folder is not None else None,
         metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
         shape_report=shape_report,
         callbacks=_build_callbacks(settings),
@@ -146,11 +161,43 @@ def _build(
     return trainer, manager
 
 
-def _lock_directory(config: SpeedtronicConfig) -> Path | None:
-    """The folder that must belong to this run alone; None where the run writes nothing."""
-    logs = (config.logging.file, config.logging.json_file)
-    writes = config.checkpoint.enabled or any(file is not None for file in logs)
-    return Path(config.run.output_dir) if writes else None
+def _record_run(folder: Path, config: SpeedtronicConfig, manager: CheckpointManager, logger: MetricLogger) -> None:
+    """Make the folder stand for the run. Training goes on without, as it does where a save fails."""
+    try:
+        if not save_run(folder, config, manager.run_id, _import_folders(config)):
+            logger.warning(
+                f"{folder / RUN_CONFIG} is a file of yours, so it stays, and the resolved configuration of this run is "
+                "in its checkpoints only; a run.output_dir of its own would hold both"
+            )
+    except OSError as error:
+        logger.warning(f"the run's configuration could not be written to {folder}: {error}; training goes on")
+
+
+def _import_folders(config: SpeedtronicConfig) -> list[str]:
+    """The folders that the configuration's own modules were imported from, where Python does not look by itself."""
+    installed = {Path(place).resolve() for place in sysconfig.get_paths().values()}
+    found: dict[str, None] = {}
+    for name in _named_modules(config.plain()):
+        module = sys.modules.get(name.partition(".")[0])
+        # A package lies one folder deeper than a module; one without an `__init__` has no file.
+        package = next(iter(getattr(module, "__path__", ())), None)
+        file = package or getattr(module, "__file__", None)
+        if file is not None and Path(file).resolve().parent not in installed:
+            found[str(Path(file).resolve().parent)] = None
+    return list(found)
+
+
+def _named_modules(values: Any) -> Iterator[str]:
+    """The modules that a tree of plain values may name: in `plugins`, or as `package.module:function`."""
+    if isinstance(values, dict):
+        yield from values.get("plugins") or ()
+        for value in values.values():
+            yield from _named_modules(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _named_modules(value)
+    elif isinstance(values, str) and _FACTORY.fullmatch(values):
+        yield values.partition(":")[0]
 
 
 # ---------------------------------------------------------------------- configuration
@@ -174,7 +221,9 @@ def _resolve(config: ConfigSource) -> SpeedtronicConfig:
 def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
     """Import the modules of `plugins`, so that the models in them are registered.
 
-    From then on, what lies in the configuration's folder can be imported, by `data.dataset` too.
+    From then on, what lies in the configuration's folder can be imported, by `data.dataset` too. If that is the folder
+    of a run, so can its own modules, from where it imported them. The working directory is afterwards what it was, so
+    that the relative folders of the run stay where they are.
 
     Args:
         modules: importable names.
@@ -183,13 +232,16 @@ def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
     Raises:
         ConfigError: a module does not exist. What a module raises itself is passed on.
     """
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    for place in reversed([folder, *imported_from(folder)] if folder is not None else []):
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
+    working_directory = os.getcwd()
     for module in modules:
         if module not in sys.modules and not _exists(module):
             places = f"the configuration's folder {folder} and " if folder is not None else ""
             raise ConfigError(f"plugins: there is no module {module!r} in {places}the Python path")
         importlib.import_module(module)
+    os.chdir(working_directory)
 
 
 def _exists(module: str) -> bool:
@@ -285,9 +337,29 @@ def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.M
     seed_everything(config.run.seed)
     _configure_torch(config)
     model = build_model(config.model)
+    if lazy := uninitialized(model):
+        raise ConfigError(
+            f"model.name: the model {config.model.name!r} has lazy modules ({', '.join(lazy[:4])}), whose shapes only "
+            "training data would tell; give them their sizes"
+        )
     if config.run.init_from is not None:
         _load_initial_weights(model, config.run.init_from, config, None, logger)
     return model
+
+
+def _initialize_lazy_modules(
+    model: nn.Module,
+    loader: Loader,
+    config: SpeedtronicConfig,
+    device: torch.device,
+    precision: PrecisionPlan,
+    logger: MetricLogger,
+) -> None:
+    """Give lazy modules their shapes by the first batch, before anything asks for the shapes of the weights."""
+    forward = Forward(model, precision, loss_fn=loss_by_name(config.loss), warn=logger.warning)
+    batch = move_batch(next(iter(loader)), device)
+    loader.restart()
+    initialize(model, lambda: forward.call(model, batch))
 
 
 def _load_initial_weights(
@@ -324,7 +396,8 @@ def _load_initial_weights(
 
 
 def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:
-    if config.data.document_mask and "document_ids" not in inspect.signature(model.forward).parameters:
+    signature = forward_signature(model)
+    if config.data.document_mask and signature is not None and "document_ids" not in signature.parameters:
         raise ConfigError(
             f"data.document_mask: the model {config.model.name!r} has no argument document_ids in its forward, which "
             "would keep its attention within a document; set data.document_mask to false, or add the argument"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from speedtronic.cli import main
 from speedtronic.cli.arguments import CommandParser, add_config_arguments, load_from_arguments
 from speedtronic.errors import ConfigError
 
@@ -60,3 +61,34 @@ def test_an_unknown_option_is_bad_use(file: str, capsys: pytest.CaptureFixture[s
         _parse(file, "--bogus")
     assert stop.value.code == 2
     assert "--bogus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trian", "invalid choice: 'trian'; did you mean train? (choose from train, validate,"),
+        ("checkpoints lsit x", "invalid choice: 'lsit'; did you mean list? (choose from list, verify, export)"),
+        ("zzz", "invalid choice: 'zzz' (choose from"),
+        (
+            "train c.yaml --lr 1e-3",
+            "no such option: --lr; to set a key of the configuration, write optimizer.lr=1e-3\n",
+        ),
+        (
+            "train --lr=1e-3 c.yaml",
+            "no such option: --lr; to set a key of the configuration, write optimizer.lr=1e-3\n",
+        ),
+        ("train c.yaml --lr", "write optimizer.lr=VALUE\n"),
+        ("train c.yaml --optimizer.lr 3", "write optimizer.lr=3\n"),
+        ("train c.yaml --batch-size 8", "write data.micro_batch_size=8\n"),
+        ("train c.yaml --token hf_secret", "write distributed.token=VALUE\n"),
+        ("train c.yaml --max-stesp 3", "no such option: --max-stesp; did you mean --max-steps?\n"),
+        ("train c.yaml --every-steps 3", "no such option: --every-steps\n"),
+        ("checkpoints list x --jsn", "no such option: --jsn; did you mean --json?\n"),
+        ("data inspect x --lr 1", "no such option: --lr\n"),
+    ],
+)
+def test_a_slip_of_the_fingers_gets_a_suggestion(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "hf_secret" not in error

@@ -66,7 +66,8 @@ def test_json_is_an_array_of_objects(half_damaged: Path, capsys: pytest.CaptureF
     assert len(second["run_id"]) == 32
     assert first["problem"].startswith("state.json has 1 bytes")
     assert (first["newest"], second["newest"]) == (False, True)
-    fields = ["step", "path", "size_bytes", "time", "run_id", "loss", "eval_loss", "newest", "problem"]
+    assert (first["best"], second["best"]) == (False, True)
+    fields = ["step", "path", "size_bytes", "time", "run_id", "loss", "eval_loss", "newest", "best", "problem"]
     assert list(first) == list(second) == fields
 
 
@@ -74,6 +75,66 @@ def test_the_help_describes_every_field(capsys: pytest.CaptureFixture[str], half
     fields = json.loads(listed(capsys, str(half_damaged), "--json"))[0]
     text = listed(capsys, "--help")
     assert not [field for field in fields if field not in text]
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Path:
+    """An output folder with three evaluated checkpoints, the second of them the best."""
+    manager = CheckpointManager(tmp_path / "run" / "checkpoints")
+    for step, loss in ((5, 2.5), (10, 1.5), (15, 2.0)):
+        model = {"weight": torch.full((2,), float(step))}
+        manager.save(step, {"step": step, "model": model, "metrics": {"loss": 1.0, "eval_loss": loss}})
+    return tmp_path / "run"
+
+
+def test_the_best_is_marked_in_lists(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = listed(capsys, str(evaluated)).splitlines()[1:]
+    assert ["complete, best" in line for line in lines] == [False, True, False]
+    entries = json.loads(listed(capsys, str(evaluated), "--json"))
+    assert [(entry["step"], entry["newest"], entry["best"]) for entry in entries] == [
+        (5, False, False),
+        (10, False, True),
+        (15, True, False),
+    ]
+
+
+def test_best_chooses_what_is_verified_and_exported(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "verify", str(evaluated), "--best"]) == 0
+    assert capsys.readouterr().out.startswith("step_000000000010: sound")
+    out = evaluated.parent / "best.safetensors"
+    assert main(["checkpoints", "export", str(evaluated), "--best", "--out", str(out)]) == 0
+    assert "step 10" in capsys.readouterr().out
+    assert load_file(out)["weight"].tolist() == [10.0, 10.0]
+    # If it is damaged, the next best one is exported.
+    (evaluated / "checkpoints/step_000000000010/model.safetensors").write_bytes(b"x")
+    assert main(["checkpoints", "export", str(evaluated), "--best", "--out", str(out), "--force"]) == 0
+    assert load_file(out)["weight"].tolist() == [15.0, 15.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["verify", "RUN/checkpoints/step_000000000005", "--best"], "is one checkpoint"),
+        (["verify", "RUN", "--best", "--all"], "--all and --best choose different checkpoints"),
+    ],
+)
+def test_best_among_one_or_all_is_bad_use(
+    evaluated: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["checkpoints", *(word.replace("RUN", str(evaluated)) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_yaml_takes_values_on_the_command_line(
+    half_damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("run: {name: other}\n", encoding="utf-8")
+    expected = listed(capsys, str(half_damaged), "--json")
+    assert listed(capsys, str(config), f"run.output_dir={half_damaged}", "--json") == expected
+    (half_damaged / "checkpoints").rename(half_damaged / "kept")
+    found = listed(capsys, "--json", str(half_damaged), "checkpoint.directory=kept")
+    assert found == expected.replace("checkpoints/step", "kept/step")
 
 
 def test_one_checkpoint_is_listed_alone(

@@ -15,7 +15,8 @@ from speedtronic.cli import generate, main
 from speedtronic.cli.output import prepare
 from speedtronic.config import SpeedtronicConfig, load_config
 from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
-from speedtronic.registry import build_model
+from speedtronic.generation import load_generator
+from speedtronic.registry import build_model, registry
 from speedtronic.runtime import import_plugins
 
 TEXT = "to be or not\n"
@@ -28,6 +29,21 @@ from speedtronic import register_model
 @register_model("bag_of_one")
 def build(config):
     return nn.Sequential(nn.Embedding(config.vocab_size, 4), nn.Linear(4, config.vocab_size))
+"""
+
+
+FORGOTTEN = """
+from torch import nn
+from speedtronic import register_model
+
+@register_model("forgotten bag")
+class Bag(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def forward(self, input_ids, labels=None):
+        return {"logits": self.table(input_ids)}
 """
 
 
@@ -107,6 +123,78 @@ def test_a_custom_model_comes_with_its_yaml(capsys: pytest.CaptureFixture[str], 
         assert output(capsys, path, "--prompt", "to be").startswith("to be")
     finally:
         sys.path.remove(str(tmp_path))
+
+
+@pytest.fixture
+def trained_bag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run of a plugin's model, which this process has forgotten since, as a new one has."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/forgotten_bag.py").write_text(FORGOTTEN)
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    config: dict[str, Any] = {
+        "plugins": ["forgotten_bag"],
+        "run": {"max_steps": 2, "output_dir": str(tmp_path / "out")},
+        "model": {**MODEL, "name": "forgotten bag"},
+        "data": {"text_path": str(tmp_path / "text.txt"), "tokenizer": "chars"},
+        "checkpoint": {"directory": "saved"},
+    }
+    (tmp_path / "code/run.yaml").write_text(json.dumps(config))
+    assert main(["train", str(tmp_path / "code/run.yaml")]) == 0
+    monkeypatch.delitem(sys.modules, "forgotten_bag")
+    monkeypatch.delitem(registry._factories, "forgotten bag")
+    sys.path.remove(str(tmp_path / "code"))
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("inside", ["", "saved", "saved/step_000000000002"])
+def test_the_folder_of_a_run_is_enough_for_a_custom_model(
+    capsys: pytest.CaptureFixture[str], trained_bag: Path, inside: str
+) -> None:
+    """Whatever its folder of checkpoints is called; its plugins come from where the run imported them."""
+    capsys.readouterr()
+    assert output(capsys, trained_bag / inside, "--prompt", "to be").startswith("to be")
+
+
+def test_a_run_moves_with_its_folder(capsys: pytest.CaptureFixture[str], trained_bag: Path) -> None:
+    capsys.readouterr()
+    moved = trained_bag.rename(trained_bag.parent / "moved")
+    assert output(capsys, moved, "--prompt", "to be").startswith("to be")
+
+
+def test_values_on_the_command_line_go_before_those_of_the_run(
+    capsys: pytest.CaptureFixture[str], run_yaml: Path
+) -> None:
+    words = ("--prompt", "to", "--seed", 1)
+    elsewhere = run_yaml.parent / "elsewhere"
+    (run_yaml.parent / "out").rename(elsewhere)
+    expected = output(capsys, elsewhere, *words)
+    assert output(capsys, run_yaml, f"run.output_dir={elsewhere}", *words) == expected
+    (elsewhere / "checkpoints").rename(elsewhere / "kept")
+    assert output(capsys, elsewhere, *words, "checkpoint.directory=kept") == expected
+    assert load_generator(elsewhere / "kept", overrides=["data.block_size=1"]).context_length == 1
+
+
+def test_the_best_checkpoint_writes_where_it_is_asked_for(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    config = load_config(run_yaml)
+    folder = run_yaml.parent / "out/checkpoints"
+    manager = CheckpointManager(folder)
+    state = manager.load_latest()
+    assert state is not None
+    for step, loss in ((4, 2.0), (5, 1.0), (6, 3.0)):
+        weights = {name: torch.full_like(tensor, 0.1 * step) for name, tensor in state["model"].items()}
+        manager.save(step, {**state, "step": step, "model": weights, "metrics": {"loss": 1.0, "eval_loss": loss}})
+    assert load_generator(folder).step == 6
+    assert config.checkpoint.keep_best == 0
+    assert load_generator(folder, best=True).step == 5
+    output(capsys, run_yaml, "--best")
+    assert main(["generate", str(folder / "step_000000000005"), "--best"]) == 2
+    assert "is one checkpoint; to take the best, name the folder of its run" in capsys.readouterr().err
+
+
+def test_without_an_evaluation_none_is_the_best(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    assert main(["generate", str(run_yaml), "--best"]) == 2
+    assert "no checkpoint was evaluated, so none is the best" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

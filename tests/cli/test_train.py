@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main
+from speedtronic.trainer import Trainer
 from tests.support.configs import tiny
 
 COMMAND = [sys.executable, "-m", "speedtronic", "train"]
@@ -55,7 +57,7 @@ def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, capsys: pytest.Captu
     assert main(["train", str(config), "--resume"]) == 0
     out = capsys.readouterr().out
     assert "step 3" in out
-    assert "step 1 " not in out
+    assert "step 1/" not in out
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def long_run(folder: Path, **sections: Any) -> Iterator[subprocess.Popen[str]]:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if "step 5 " in line:
+            if "step 5/" in line:
                 break
         yield process
     finally:
@@ -152,6 +154,8 @@ def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(number: signal.Sign
         out, _ = process.communicate(timeout=60)
     assert process.returncode == code
     assert "Traceback" not in out
+    how = f"{sys.executable} -m speedtronic train {tmp_path / 'config.yaml'} --resume"
+    assert out.splitlines()[-1] == f"to continue: {how}"
     lines = (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     last_step = [json.loads(line)["step"] for line in lines if '"train_step"' in line][-1]
     state = CheckpointManager(tmp_path / "run/checkpoints").load_latest()
@@ -190,6 +194,41 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path / "run/checkpoints").load_latest() is not None
 
 
+def test_the_command_that_continues_is_the_one_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its words and options, without `--overwrite` and secrets; and it works."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    config = str(write_config(folder))
+    step = Trainer._train_step
+
+    def interrupted(trainer: Trainer, fit: Any) -> bool:
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return step(trainer, fit)
+
+    words = ["optimizer.lr=1e-2", "model.extra={}", "--overwrite", "--max-steps", "6"]
+    with monkeypatch.context() as context:
+        context.setattr(Trainer, "_train_step", interrupted)
+        assert main(["train", config, *words, "distributed.token=hf_verysecret123"]) == 143
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "hf_verysecret123" not in said
+    again = shlex.split(said.removeprefix("to continue: "))
+    given = ["optimizer.lr=1e-2", "model.extra={}", "distributed.token=<redacted>"]
+    assert again == ["speedtronic", "train", config, *given, "--max-steps", "6", "--resume"]
+    assert main(again[1:]) == 0
+    state = CheckpointManager(folder / "run/checkpoints").load_latest()
+    assert state is not None
+    assert state["step"] == 6
+
+    with monkeypatch.context() as context:
+        context.setattr(Trainer, "_train_step", interrupted)
+        assert main(["train", config, "checkpoint.enabled=false"]) == 143
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "nothing was saved to continue from, because checkpoint.enabled is false"
+
+
 def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +236,7 @@ def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(
         assert main(["train", str(tmp_path / "config.yaml")]) == 2
         assert str(process.pid) in capsys.readouterr().err
     # The holder is dead, so its folder is free again.
-    assert main(["train", str(tmp_path / "config.yaml"), "--max-steps", "2"]) == 0
+    assert main(["train", str(tmp_path / "config.yaml"), "--max-steps", "2", "--overwrite"]) == 0
 
 
 def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:

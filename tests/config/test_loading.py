@@ -215,3 +215,38 @@ def test_a_contradiction_stands_at_the_nearest_place_that_was_given(text: str, p
     file.write_text(text, encoding="utf-8")
     start = f"{place.format(file=file)}: data.target_batch_size: "
     assert _message(file, ["data.micro_batch_size=3"]).startswith(start)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "run.output_dir",
+        "data.text_path",
+        "data.tokenizer",
+        "checkpoint.directory",
+        "logging.file",
+        "run.name",
+        "plugins",
+    ],
+)
+def test_a_nul_character_in_a_name_or_a_path_is_refused(key: str) -> None:
+    value = '["a\\0b"]' if key == "plugins" else '"a\\0b"'
+    with pytest.raises(ConfigError, match=rf"^command line: {key}(\[0\])?: must not contain a NUL character$"):
+        load_config({}, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("key", ["run.output_dir", "model.extra.file"])
+def test_a_path_that_is_not_utf8_is_refused_with_a_remedy(key: str) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, [f"{key}={name}"])
+    assert str(caught.value) == (
+        f"command line: {key}: must be valid Unicode text, not the text 'caf\\udce9'; rename a file or folder whose "
+        "name is not UTF-8, or make a link to it"
+    )
+    section, _, rest = key.partition(".")
+    value: object = name
+    for part in reversed(rest.split(".")):
+        value = {part: value}
+    with pytest.raises(ConfigError, match="must be valid Unicode text"):
+        load_config({section: value})

@@ -6,7 +6,7 @@ import pytest
 
 from speedtronic.config import ConfigError, DistributedConfig, ModelConfig, SpeedtronicConfig, load_config
 from speedtronic.config.base import Section
-from speedtronic.config.secrets import is_secret, redacted, without_redacted
+from speedtronic.config.secrets import is_secret, may_be_shown, redacted, without_redacted
 
 SECRET = "hf_verysecret123"
 
@@ -39,6 +39,11 @@ SECRET = "hf_verysecret123"
         "bearer",
         "session_cookie",
         "creds",
+        "hf_token",
+        "wandb_key",
+        "WANDB_API_KEY",
+        "sasToken",
+        "ssh_keys",
     ],
 )
 def test_a_key_that_names_a_secret_is_recognised(key: str) -> None:
@@ -47,10 +52,47 @@ def test_a_key_that_names_a_secret_is_recognised(key: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [*("num_tokens", "special_tokens", "tokenizer", "key_dim", "token_dim", "endpoint", "keys_per_page", "author", "")],
+    [
+        *(
+            "num_tokens",
+            "special_tokens",
+            "tokenizer",
+            "key_dim",
+            "token_dim",
+            "endpoint",
+            "keys_per_page",
+            "author",
+            "",
+        ),
+        *("pad_token", "eosToken", "mask_token", "sort_key", "primary_key", "image_token", "label_key", "monkey"),
+        *("valid_key", "thread_key", "robotToken", "restore_key"),
+    ],
 )
 def test_other_keys_are_not(key: str) -> None:
     assert not is_secret(key)
+
+
+def test_a_token_of_a_model_is_kept_whatever_it_is_called() -> None:
+    extra = {"pad_token": "<pad>", "eos_token": 2, "sort_key": "length", "my_token": "[CLS]", "group_key": None}
+    config = SpeedtronicConfig(model={"extra": extra})
+    assert config.to_dict(redact_secrets=True)["model"]["extra"] == extra
+    assert load_config(config.to_yaml(redact_secrets=True)).model.extra == extra
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["hf_abcdefghijKLMNOP", "sk-proj-abcdefgh12345678", "AKIAABCDEFGHIJKLMNOP", "0123456789abcdef" * 2, f" {SECRET} "],
+)
+def test_a_credential_under_any_token_or_key_is_hidden(value: str) -> None:
+    config = SpeedtronicConfig(model={"extra": {"my_token": value, "some_key": [value], "x_keys": value}})
+    assert config.to_dict(redact_secrets=True)["model"]["extra"]["my_token"] == "<redacted>"
+    assert value.strip() not in config.to_yaml(redact_secrets=True)
+
+
+def test_an_error_about_any_token_or_key_leaves_its_value_out() -> None:
+    assert not may_be_shown(("model", "extra", "my_token"))
+    assert not may_be_shown(("model", "extra", "sort_keys"))
+    assert may_be_shown(("data", "num_workers"))
 
 
 def test_among_the_known_keys_only_the_token_is_secret() -> None:

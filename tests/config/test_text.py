@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from speedtronic.config.problems import Place
 from speedtronic.config.text import parse, write_yaml
@@ -124,6 +126,17 @@ def test_json_files_keep_to_json() -> None:
 def test_yaml_is_written_in_blocks_and_in_order() -> None:
     text = write_yaml({"b": {"z": None, "a": [1e-8, "no", "1e-4"]}, "a": {}, "word": "true"})
     assert text == "b:\n  z: null\n  a:\n  - 1e-08\n  - no\n  - '1e-4'\na: {}\nword: 'true'\n"
+
+
+@pytest.mark.parametrize("character", ["\x85", "\u2028", "\u2029", "\ufeff", "\x00", "\x7f", "\xa0", "\r", "\t"])
+def test_text_with_any_character_comes_back_from_yaml_as_it_was(character: str) -> None:
+    tree = {"a": [f"x{character}y", f"{character} x", f"x {character}"], f"k{character}k": f"x\n{character}\n"}
+    assert parse(write_yaml(tree), "x").data == tree
+
+
+@given(st.dictionaries(st.text(min_size=1), st.text() | st.lists(st.text(), max_size=2), max_size=4))
+def test_any_text_comes_back_from_yaml_as_it_was(tree: dict[str, object]) -> None:
+    assert parse(write_yaml(tree), "x").data == tree
 
 
 def test_aliases_of_aliases_end_before_they_fill_the_memory() -> None:

@@ -131,7 +131,7 @@ WRONG = {
     ),
     "wrong syntax": (
         "run:\n  name: a: b\n",
-        ":2: the syntax is wrong: mapping values are not allowed here",
+        ":2: the syntax is wrong: mapping values are not allowed here; a value that contains ': ' needs quotes",
     ),
     "list at the top": ("- run\n", ": the top level must be a mapping of sections, not a list"),
 }

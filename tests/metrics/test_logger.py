@@ -275,3 +275,12 @@ def test_any_step_and_any_message_can_be_emitted(tmp_path: Path, step: object) -
         logger.emit("train_step", {"step": step, "tokens_per_sec": 10**400})
         logger.emit("log", {"anything": step})
     assert {line["event"] for line in lines_of(tmp_path / "l.jsonl")} == {"train_step", "log"}
+
+
+def test_every_line_has_the_id_of_the_run(tmp_path: Path) -> None:
+    with MetricLogger(json_file=tmp_path / "l.jsonl", stream=io.StringIO(), run_id="ab" * 16) as logger:
+        logger.info("a")
+        logger.emit("train_step", {"step": 1, "run_id": "of a payload"})
+    assert [line["run_id"] for line in lines_of(tmp_path / "l.jsonl")] == ["ab" * 16] * 2
+    first, second = (MetricLogger(stream=io.StringIO()).run_id for _ in range(2))
+    assert first != second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from speedtronic.runtime import build_runtime, train_from_config
+from speedtronic.trainer import Callback, RunView
+from speedtronic.trainer.callbacks import Callbacks
 from tests.support.configs import tiny
 
 pytestmark = [
@@ -21,21 +24,32 @@ def on_cuda(output: Path, **sections: Any) -> dict[str, Any]:
     return tiny(output, **{"run": {"device": "cuda", "max_steps": 8}, **sections})
 
 
+class Idle(Callback):
+    """Asks for nothing that is on the device."""
+
+    def on_step_end(self, run: RunView) -> None:
+        assert run.step <= run.target
+
+
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_nothing_synchronises_between_logs(ema: float | None, tmp_path: Path) -> None:
     config = on_cuda(tmp_path, logging={"every_steps": 100}, checkpoint={"enabled": False}, optimizer={"ema": ema})
     trainer, _ = build_runtime(config)
+    trainer._callbacks = Callbacks([Idle()], warn=print)
     trainer.fit(2)  # the first steps load kernels and make the optimizer's state
-    original = trainer._train_step
 
-    def watched(fit: Any) -> bool:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return original(fit)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def watched(act: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def acting(fit: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return act(fit)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    trainer._train_step = watched  # type: ignore[method-assign]
+        return acting
+
+    trainer._train_step = watched(trainer._train_step)  # type: ignore[method-assign]
+    trainer._act_between_steps = watched(trainer._act_between_steps)  # type: ignore[method-assign]
     assert trainer.fit(8).steps == 8
 
 

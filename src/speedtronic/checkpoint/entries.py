@@ -106,11 +106,15 @@ def of_run(entries: Sequence[CheckpointEntry], run_id: str) -> list[CheckpointEn
 
 
 def newest_first(entries: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
-    """Readable checkpoints, newest first. Runs are compared by the clock, saves of one run by their count."""
-    last_saved: dict[str, str] = {}
+    """Readable checkpoints, newest first, run by run. The count of saves decides, which no clock can take back.
+
+    Only between runs that were saved equally often the clock decides: an earlier version counted each run by itself.
+    """
+    last_saved: dict[str, tuple[int, str]] = {}
     for entry in entries:
         if entry.manifest is not None:
-            last_saved[entry.run_id] = max(entry.manifest.time, last_saved.get(entry.run_id, ""))
+            saved = (entry.sequence, entry.manifest.time)
+            last_saved[entry.run_id] = max(saved, last_saved.get(entry.run_id, saved))
     readable = [entry for entry in entries if entry.manifest is not None]
     return sorted(readable, key=lambda entry: (last_saved[entry.run_id], entry.run_id, entry.sequence), reverse=True)
 

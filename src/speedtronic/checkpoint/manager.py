@@ -129,7 +129,8 @@ class CheckpointManager:
             raise CheckpointError(f"checkpoint.keep_every: must be at least 1, or null; got {keep_every}")
         if keep_best < 0:
             raise CheckpointError(f"checkpoint.keep_best: must be at least 0, got {keep_best}")
-        self.directory = Path(directory)
+        # Absolute, as everything that outlives its construction: a user's code may change the working directory.
+        self.directory = Path(directory).absolute()
         self.every_steps = every_steps
         self.keep_last = keep_last
         self.enabled = enabled
@@ -259,13 +260,13 @@ class CheckpointManager:
 
         return self._newest_sound(checked)
 
-    def use_newest(self, use: Callable[[Path], T]) -> T | None:
-        """What `use` returns for `verified_path`, or None when there is none.
+    def use_newest(self, use: Callable[[Path], T], *, best: bool = False) -> T | None:
+        """What `use` returns for `verified_path` (with `best`, for `best_path`), or None when there is none.
 
         If another process removes the checkpoint before `use` has read it, `use` is called again with its next one.
         """
         for _ in range(_MOST_LOOKS):
-            path = self.verified_path()
+            path = self.best_path() if best else self.verified_path()
             if path is None:
                 return None
             try:
@@ -281,6 +282,40 @@ class CheckpointManager:
         entries = self.entries()
         candidates = _candidates(entries, self._pointer()) if entries else []
         return next((entry.path for entry in candidates if entry.problem is None), None)
+
+    def latest_run_id(self) -> str | None:
+        """The id of the run that `load_latest` would continue, by a quick look; None when there is none."""
+        self._settle()
+        entries = self.entries()
+        candidates = _candidates(entries, self._pointer()) if entries else []
+        return candidates[0].run_id if candidates else None
+
+    def best_path(self) -> Path:
+        """The sound checkpoint with the lowest `eval_loss` of the run that `load_latest` would continue.
+
+        Every byte of it was compared with its checksums.
+
+        Raises:
+            CheckpointError: no checkpoint of the run was evaluated, or none of those is sound.
+        """
+        self._settle()
+        for _ in range(_MOST_LOOKS):
+            seen = self._look()
+            ranked = by_eval_loss(_candidates(*seen))
+            best = next((entry.path for entry in ranked if self._soundness(entry) == "sound"), None)
+            if best is not None:
+                return best
+            if self._look() == seen:
+                what = "that was evaluated is sound" if ranked else "was evaluated, so none is the best"
+                raise CheckpointError(
+                    f"{self.directory}: no checkpoint {what}; take the newest, or set eval.every_steps"
+                )
+        raise self._too_fast()
+
+    def likely_best_path(self) -> Path | None:
+        """The checkpoint that `best_path` tries first, by a quick look; None where none was evaluated."""
+        self._settle()
+        return next((entry.path for entry in by_eval_loss(_candidates(*self._look())) if entry.problem is None), None)
 
     def prune(self) -> list[Path]:
         """Remove this run's checkpoints that neither `keep_last`, `keep_every` nor `keep_best` covers.
@@ -390,8 +425,9 @@ class CheckpointManager:
             )
             write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
 
-        # Counted before the save has succeeded: one that fails late may be in the folder all the same.
-        self._saves += 1
+        # Counted before the save has succeeded: one that fails late may be in the folder all the same. A new run counts
+        # on from those before it in the folder, so that the count also tells which run saved last.
+        self._saves = 1 + (self._saves or max((entry.sequence for entry in self.entries()), default=0))
         path = self._install(step, fill)
         self._sound.add(path)
         try:
@@ -529,7 +565,7 @@ class CheckpointManager:
         """Take over the run of a checkpoint that was loaded, and warn of those that should have been loaded instead."""
         self.loaded_path = loaded.path
         self.run_id = loaded.run_id
-        self._saves = of_run(entries, loaded.run_id)[0].sequence
+        self._saves = max(entry.sequence for entry in entries)
         self._sound.add(loaded.path)
         unreadable = [
             entry

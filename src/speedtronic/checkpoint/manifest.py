@@ -77,7 +77,7 @@ class Manifest(_Sealed):
 
     Attributes:
         step: the global step it was saved at.
-        sequence: a count that grows with every save of a run; the order of its checkpoints.
+        sequence: a count that grows with every save in the folder; the order of its checkpoints and of its runs.
         run_id: hex; the run it belongs to.
         time: when it was written, UTC, ISO 8601.
         loss: the loss of that step, if the state has a finite one.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from speedtronic import __version__
 from speedtronic.cli import checkpoints, configuration, data, diloco, generate, output, train
 from speedtronic.cli.arguments import CommandParser
+from speedtronic.cli.tracebacks import format_error
 from speedtronic.errors import SpeedtronicError
 
 
@@ -53,15 +53,15 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         output.abandon()
         return 0
-    except Exception:  # noqa: BLE001 - the edge of the process: a fault in a user's model shows where it is
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - the edge of the process: a fault in a user's model shows where it is
+        print(format_error(error), end="", file=sys.stderr)
         return 1
     return code
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands and their options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="speedtronic",
         description="Train a PyTorch module from one YAML, fast and without losing a step.",
     )

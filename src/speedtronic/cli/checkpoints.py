@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedtronic.cli import output
-from speedtronic.cli.arguments import load_config_of_run
+from speedtronic.cli.arguments import add_run_arguments, find_checkpoints, split_words
 from speedtronic.cli.output import printable
-from speedtronic.errors import CheckpointError
+from speedtronic.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from speedtronic.checkpoint import CheckpointEntry, CheckpointManager
     from speedtronic.checkpoint.export.files import HuggingFaceTokenizer, SavedModel
     from speedtronic.durable.files import FileSystem
@@ -29,6 +31,7 @@ fields of the JSON objects:
   path        the checkpoint's folder
   size_bytes  of all its files
   newest      whether it is the one that is loaded next
+  best        whether it is the one that --best takes: the lowest eval_loss of the run that is loaded next
   problem     what is wrong with it, or null
 """
 _HEADINGS = ("", "STEP", "AGE", "SIZE", "LOSS", "EVAL LOSS", "RUN", "STATUS", "FOLDER")
@@ -41,15 +44,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_list(actions)
     _add_verify(actions)
     _add_export(actions)
-
-
-def _add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="PATH",
-        help="a run's output folder, its checkpoints folder, one checkpoint, or the run's YAML",
-    )
 
 
 # ---------------------------------------------------------------------- which checkpoints a path means
@@ -70,8 +64,8 @@ class _Found:
     is_one: bool
 
 
-def _find(path: Path) -> _Found:
-    """Find the checkpoints that a user means by a path.
+def _find(args: argparse.Namespace) -> _Found:
+    """Find the checkpoints that a user means.
 
     Raises:
         CheckpointError: there is no such path, it cannot be read, there are none, or only those of version 2.0.
@@ -81,41 +75,39 @@ def _find(path: Path) -> _Found:
     from speedtronic.checkpoint.entries import inspect
     from speedtronic.durable.files import FileSystem
 
+    named, _ = split_words(args.words, "run")
     try:
+        _refuse_what_is_no_run(named)
+        path = find_checkpoints(args).path
         path = path if path.name not in ("", "..") else path.resolve()
         if path.is_dir() and (_CHECKPOINT_NAME.match(path.name) or (path / "manifest.json").is_file()):
             return _Found(CheckpointManager(path.parent), [inspect(FileSystem(), path)], is_one=True)
-        manager = CheckpointManager(_checkpoints_folder(path), warn=_warn)
+        manager = CheckpointManager(path, warn=_warn)
         entries = manager.entries()
         if not entries:
             manager.verified_path()  # says what is wrong with checkpoints of version 2.0
             raise CheckpointError(f"{manager.directory}: there are no checkpoints")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{named}: cannot be read: {error.strerror or error}") from error
     return _Found(manager, entries, is_one=False)
 
 
-def _checkpoints_folder(path: Path) -> Path:
-    """The folder of checkpoints that a user means by a configuration, an output folder or the folder itself."""
+def _refuse_what_is_no_run(path: Path) -> None:
     from speedtronic.checkpoint import CheckpointManager
 
-    if path.is_file():
-        beside = CheckpointManager(path.parent)
-        if path.suffix == ".pt" and not beside.entries():
-            beside.verified_path()  # says what is wrong with checkpoints of version 2.0
-        config = load_config_of_run(path)
-        return Path(config.run.output_dir) / config.checkpoint.directory
-    if not path.is_dir():
+    if not path.exists():
         raise CheckpointError(f"{path}: there is no such folder or config")
-    inside = path / "checkpoints"
-    return inside if inside.is_dir() else path
+    if path.is_file() and path.suffix == ".pt":
+        beside = CheckpointManager(path.parent)
+        if not beside.entries():
+            beside.verified_path()  # says what is wrong with checkpoints of version 2.0
 
 
 def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def _as_json(entries: list[CheckpointEntry], newest: Path | None) -> str:
+def _as_json(entries: list[CheckpointEntry], newest: Path | None, best: Path | None) -> str:
     """A JSON array of entries, whose fields `_FIELDS` describes."""
     objects: list[dict[str, Any]] = [
         {
@@ -127,6 +119,7 @@ def _as_json(entries: list[CheckpointEntry], newest: Path | None) -> str:
             "loss": entry.manifest and entry.manifest.loss,
             "eval_loss": entry.manifest and entry.manifest.eval_loss,
             "newest": entry.path == newest,
+            "best": entry.path == best,
             "problem": entry.problem,
         }
         for entry in entries
@@ -143,27 +136,28 @@ def _add_list(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="list the checkpoints of a run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="List checkpoints: step, age, size, losses, run, and whether all files are there in full.\n"
-        "Damaged ones are listed with the reason; * marks the one that is loaded next.\n"
+        "Damaged ones are listed with the reason; * marks the one that is loaded next, `best` the one with the lowest\n"
+        "evaluation loss.\n"
         "Contents are not read: `speedtronic checkpoints verify` does that.",
         epilog="exit code: 0 at least one is complete, 1 all are damaged, 2 there is none\n\n" + _FIELDS,
     )
-    _add_path(parser)
+    add_run_arguments(parser, best=False)
     parser.add_argument("--json", action="store_true", help="print a JSON array, one object per checkpoint")
     parser.set_defaults(run=run_list)
 
 
 def run_list(args: argparse.Namespace) -> int:
-    found = _find(args.path)
-    newest = found.manager.latest_path()
+    found = _find(args)
+    newest, best = found.manager.latest_path(), found.manager.likely_best_path()
     if args.json:
-        output.write(_as_json(found.entries, newest))
+        output.write(_as_json(found.entries, newest, best))
     else:
         now = datetime.now(UTC)
-        output.write_table(_HEADINGS, [_as_row(entry, newest, now) for entry in found.entries])
+        output.write_table(_HEADINGS, [_as_row(entry, newest, best, now) for entry in found.entries])
     return 0 if any(entry.problem is None for entry in found.entries) else 1
 
 
-def _as_row(entry: CheckpointEntry, newest: Path | None, now: datetime) -> tuple[str, ...]:
+def _as_row(entry: CheckpointEntry, newest: Path | None, best: Path | None, now: datetime) -> tuple[str, ...]:
     from speedtronic.metrics.lines import short_bytes
 
     manifest = entry.manifest
@@ -175,7 +169,7 @@ def _as_row(entry: CheckpointEntry, newest: Path | None, now: datetime) -> tuple
         short_bytes(entry.size),
         *("-" if loss is None else f"{loss:.4f}" for loss in losses),
         manifest.run_id[:8] if manifest else "-",
-        f"damaged: {printable(entry.problem)}" if entry.problem else "complete",
+        f"damaged: {printable(entry.problem)}" if entry.problem else "complete" + ", best" * (entry.path == best),
         printable(entry.path.name),
     )
 
@@ -192,19 +186,26 @@ def _add_verify(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "it with its checksums. Each checkpoint gets one line, with the reason when it is damaged.",
         epilog="exit code: 0 all are sound, 1 at least one is damaged, 2 there is none\n\n" + _FIELDS,
     )
-    _add_path(parser)
+    add_run_arguments(parser, best=True)
     parser.add_argument("--all", action="store_true", help="verify every checkpoint in the folder")
     parser.add_argument("--json", action="store_true", help="print a JSON array, one object per checkpoint")
     parser.set_defaults(run=run_verify)
 
 
 def run_verify(args: argparse.Namespace) -> int:
+    if args.all and args.best:
+        raise ConfigError("--all and --best choose different checkpoints: leave one of them out")
     verified: list[CheckpointEntry] = []
     while not verified:
-        found = _find(args.path)
-        verified = _verify(found, found.entries if args.all or found.is_one else [_saved_last(found)], args)
+        found = _find(args)
+        if args.best:
+            best = _best(found)
+            chosen = [entry for entry in found.entries if entry.path == best]
+        else:
+            chosen = found.entries if args.all or found.is_one else [_saved_last(found)]
+        verified = _verify(found, chosen, args)
     if args.json:
-        output.write(_as_json(verified, found.manager.latest_path()))
+        output.write(_as_json(verified, found.manager.latest_path(), found.manager.likely_best_path()))
     return 0 if all(entry.problem is None for entry in verified) else 1
 
 
@@ -224,6 +225,18 @@ def _verify(found: _Found, chosen: list[CheckpointEntry], args: argparse.Namespa
                 status = f"sound, {short_bytes(entry.size)}" if sound else f"damaged: {printable(str(entry.problem))}"
                 output.write(f"{printable(entry.path.name)}: {status}\n")
     return verified
+
+
+def _best(found: _Found) -> Path:
+    """The checkpoint that `--best` takes, sound or not as far as its contents are concerned.
+
+    Raises:
+        CheckpointError: none was evaluated.
+        ConfigError: one checkpoint was named.
+    """
+    if found.is_one:
+        raise ConfigError(f"{found.entries[0].path}: is one checkpoint; to take the best, name the folder of its run")
+    return found.manager.likely_best_path() or found.manager.best_path()
 
 
 def _saved_last(found: _Found) -> CheckpointEntry:
@@ -269,14 +282,15 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Write the weights of the newest sound checkpoint, or of the one that is named.\n"
         "\n"
         "safetensors  one plain file with the model's own names, which safetensors.torch.load_model loads\n"
-        "huggingface  a folder that transformers loads as a Llama, with the tokenizer where it has that form;\n"
-        "             for the reference transformer\n"
+        "huggingface  a folder that transformers loads, with the tokenizer where it has that form: of the reference\n"
+        "             transformer as a Llama (with qk_norm as a Qwen3), of a model of Hugging Face by its own\n"
+        "             save_pretrained\n"
         "\n"
         "Where the run kept an average of the weights (optimizer.ema), the average is written, as it was evaluated.\n"
         "The copy is there in full or not at all.",
         epilog="exit code: 0 done, 1 it could not be written, 2 there is no sound checkpoint, or bad use",
     )
-    _add_path(parser)
+    add_run_arguments(parser, best=True)
     parser.add_argument(
         "--out",
         required=True,
@@ -303,7 +317,7 @@ def run_export(args: argparse.Namespace) -> int:
 
     with output.termination_unwinds():
         while True:
-            model = _open(args.path)
+            model = _open(args)
             try:
                 target, notes = _write(model, args)
                 break
@@ -329,7 +343,7 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
     """Write a model's export; what was written, and notes for the user."""
     import torch
 
-    from speedtronic.checkpoint.export.files import export_hugging_face, export_safetensors
+    from speedtronic.checkpoint.export.files import export_hugging_face, export_pretrained, export_safetensors
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     size = sum(stored.place.end - stored.place.begin for stored in model.tensors().values())
@@ -339,23 +353,43 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
         from speedtronic.model.transformer import NORM_EPS
 
         tokenizer, notes = _tokenizer(model)
-        target = export_hugging_face(
-            model, args.out, norm_eps=NORM_EPS, tokenizer=tokenizer, dtype=dtype, replace=args.force, fs=fs
-        )
-        return target, notes
+        options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "replace": args.force, "fs": fs}
+        module = _custom_model(args)
+        if module is None:
+            return export_hugging_face(model, args.out, norm_eps=NORM_EPS, **options), notes
+        return export_pretrained(model, module, args.out, **options), notes
 
 
-def _open(path: Path) -> SavedModel:
-    """The model in the newest sound checkpoint, or in the one that is named."""
+def _custom_model(args: argparse.Namespace) -> nn.Module | None:
+    """The run's own model, which its plugins define; None for a built-in one, or where there is no configuration.
+
+    Raises:
+        ConfigError: the configuration is wrong, or the model cannot be built.
+    """
+    from speedtronic.config.checks import BUILT_IN_MODELS
+    from speedtronic.registry import build_model
+    from speedtronic.runtime import import_plugins
+
+    found = find_checkpoints(args)
+    if found.config.model.name in BUILT_IN_MODELS:
+        return None
+    import_plugins(found.config.plugins, found.folder)
+    return build_model(found.config)
+
+
+def _open(args: argparse.Namespace) -> SavedModel:
+    """The model in the newest or best sound checkpoint, or in the one that is named."""
     from speedtronic.checkpoint import CheckpointManager
     from speedtronic.checkpoint.export.files import open_model
 
-    found = _find(path)
+    found = _find(args)
+    if args.best:
+        _best(found)  # refuses where there is none
     with output.reading_progress("verifying", max(entry.size for entry in found.entries)) as fs:
         if found.is_one:
             return open_model(found.entries[0].path, fs=fs)
         manager = CheckpointManager(found.manager.directory, warn=_warn, fs=fs)
-        model = manager.use_newest(partial(open_model, verify=False))
+        model = manager.use_newest(partial(open_model, verify=False), best=args.best)
     if model is None:
         raise CheckpointError(f"{found.manager.directory}: the checkpoints were removed in the meantime")
     return model

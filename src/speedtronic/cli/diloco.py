@@ -165,7 +165,7 @@ def _address(word: str) -> tuple[str, Mapping[str, Any]]:
         return word, {}
     path = Path(word)
     if path.is_file():
-        section = load_config_of_run(path).distributed
+        section = load_config_of_run(path).config.distributed
         if section.repo_id is None:
             raise ConfigError(f"{word}: it names no store; set distributed.repo_id")
         return section.repo_id, section.store_options

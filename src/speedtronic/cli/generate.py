@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from speedtronic.cli import output
-from speedtronic.cli.arguments import load_config_of_run
+from speedtronic.cli.arguments import add_run_arguments, find_checkpoints
 from speedtronic.errors import ConfigError, DataError
 
 SAMPLE_SEPARATOR = "\n---\n"
@@ -21,12 +21,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--max-tokens or where the model ends its document. Where the run kept an average of the weights "
         "(optimizer.ema), the average writes.",
     )
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="the run's YAML, its output folder, its checkpoints folder, or one checkpoint; a custom model "
-        "needs the YAML, whose plugins define it",
-    )
+    add_run_arguments(parser, best=True)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt", default="", metavar="TEXT", help="the text to continue (default: start a new document)"
@@ -60,14 +55,13 @@ def run(args: argparse.Namespace) -> int:
         check_seed(args.seed + args.num_samples - 1)
     prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
 
-    source, device = Path(args.source), resolve_device(args.device)
-    if source.is_dir():
-        generator = load_generator(source, device=device)
-    else:
-        config = load_config_of_run(source)
-        import_plugins(config.plugins, source.resolve().parent)
-        folder = Path(config.run.output_dir) / config.checkpoint.directory
-        generator = load_generator(folder, extra=config.model.extra, device=device)
+    found, device = find_checkpoints(args), resolve_device(args.device)
+    if hidden := [key for key in found.secrets if key.startswith("model.extra.")]:
+        print(f"warning: the folder of a run keeps no secrets, so {', '.join(hidden)} is null", file=sys.stderr)
+    import_plugins(found.config.plugins, found.folder)
+    generator = load_generator(
+        found.path, extra=found.config.model.extra, overrides=found.overrides, best=args.best, device=device
+    )
 
     for sample in range(args.num_samples):
         if sample:

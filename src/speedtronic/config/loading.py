@@ -11,7 +11,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from speedtronic.config.base import Section
-from speedtronic.config.problems import Path, Place, Problem, in_words
+from speedtronic.config.problems import Path, Place, Problem, in_words, is_unicode
 from speedtronic.config.shorthands import full_path, in_full
 from speedtronic.config.text import parse
 from speedtronic.errors import ConfigError
@@ -108,6 +108,11 @@ def _override(gathered: Gathered, text: str, sections: Mapping[str, type[Section
     path: Path = tuple(key.split("."))
     if not equals or not all(path):
         raise ConfigError(f"{_COMMAND_LINE}: {key!r}: write section.key=value")
+    if not is_unicode(value):  # as a shell passes on a name with other bytes
+        raise ConfigError(
+            f"{_COMMAND_LINE}: {key}: must be valid Unicode text, not {in_words(value)}; rename a file or folder whose "
+            "name is not UTF-8, or make a link to it"
+        )
     parsed = parse(value, f"{_COMMAND_LINE}: {key}", at=path, numbered=False)
 
     # A tree of its own with this one value, so that shorthands mean the same as in a file.

@@ -107,6 +107,11 @@ def in_words(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def is_unicode(text: str) -> bool:
+    """Whether text can be written as UTF-8. A file's name with other bytes cannot: Python holds them as surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _shortened(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 

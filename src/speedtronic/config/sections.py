@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from speedtronic.config.base import Section
-from speedtronic.config.problems import in_words
+from speedtronic.config.problems import in_words, is_unicode
 from speedtronic.config.secrets import REDACTED, without_redacted
 
 # --- types of values ---
@@ -38,6 +38,14 @@ def _in_capitals(value: object) -> object:
 
 def _as_list(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
+
+
+def _writable(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("must not contain a NUL character")
+    if not is_unicode(value):
+        raise ValueError(f"must be valid Unicode text, not {in_words(value)}")
+    return value
 
 
 def _none_or(value: object, check: Any) -> Any:
@@ -67,6 +75,8 @@ def _plain_mapping(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_value(value: object, place: str, depth: int) -> Any:
+    if isinstance(value, str) and not is_unicode(value):
+        raise ValueError(f"the text{place} must be valid Unicode text")
     if depth > _DEEPEST:
         raise ValueError(f"must not be nested more than {_DEEPEST} levels deep")
     if isinstance(value, Mapping):
@@ -88,8 +98,8 @@ def _alignment(value: object) -> object:
     raise ValueError(f"must be 'auto', 'none' or a whole number of at least 1, not {in_words(value)}")
 
 
-Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
+PathText = Annotated[str, BeforeValidator(_as_text), Field(min_length=1), AfterValidator(_writable)]
 # No real run reaches these bounds. PyTorch, or a float, cannot hold numbers beyond them.
 _LARGEST_SIZE = 2**31 - 1
 _MOST_PROCESSORS = 4096
@@ -109,6 +119,12 @@ Factory = Annotated[
     str,
     _check_match(_FACTORIES, "an importable factory, written package.module:function"),
     _schema_match(_FACTORIES),
+]
+_LOSSES = rf"cross_entropy|mse|{_FACTORIES}"
+LossName = Annotated[
+    str,
+    _check_match(_LOSSES, "cross_entropy, mse, or an importable function, written package.module:function"),
+    _schema_match(_LOSSES),
 ]
 FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
 _COMPONENTS = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"

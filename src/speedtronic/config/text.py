@@ -12,8 +12,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
 
 from speedtronic.config.problems import Path, Place, Problem
+from speedtronic.config.syntax import syntax_error
 from speedtronic.errors import ConfigError
 
 _TAG = "tag:yaml.org,2002:"
@@ -48,18 +50,30 @@ def parse(text: str, source: str, *, at: Path = (), numbered: bool = True) -> Pa
         return reader.read(_as_yaml(text, source), at)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        words = " ".join(part for part in (error.context, error.problem) if part)
         place = reader.place(mark.line) if mark else Place(source)
-        raise ConfigError(f"{place}: the syntax is wrong: {words}") from None
+        raise ConfigError(f"{place}: {syntax_error(error, text.splitlines())}") from None
     except YAMLError as error:
         raise ConfigError(f"{source}: the syntax is wrong: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply") from None
 
 
+class _Representer(SafeRepresenter):
+    """Writes text that a reader of YAML 1.2 reads as the same text."""
+
+    def represent_str(self, data: str) -> ScalarNode:
+        # The library writes U+0085 as it stands, which its own reader takes for the end of a line.
+        style = '"' if "\x85" in data else None
+        return self.represent_scalar(f"{_TAG}str", data, style=style)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
 def write_yaml(tree: dict[str, Any]) -> str:
     """Plain values → YAML 1.2, keys in the order of the tree."""
     yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
     yaml.default_flow_style = False  # before the representer is created, which copies it
     yaml.representer.sort_base_mapping_type_on_output = False
     yaml.width = 4096

@@ -126,7 +126,7 @@ class ShardSet:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
         try:
             index = _read_index(self.folder)
             self.dtype = TOKEN_DTYPES[index.dtype]

@@ -78,7 +78,7 @@ class DumbDiLoCoCoordinator:
         self._model = unwrapped(model)
         self._schema = Schema.of(self._model)
         self._store = store
-        self._state_dir = Path(state_dir if state_dir is not None else config.state_dir)
+        self._state_dir = Path(state_dir if state_dir is not None else config.state_dir).absolute()
         self._say = say_through(logger or MetricLogger())
         self._start_wait = start_wait
         self._clock = clock

@@ -61,7 +61,7 @@ class FolderLock:
         held: Callable[[str], Exception],
         unusable: Callable[[OSError], Exception],
     ) -> None:
-        self._directory = Path(directory)
+        self._directory = Path(directory).absolute()
         self._file = file
         self._reentrant = reentrant
         self._held_error = held

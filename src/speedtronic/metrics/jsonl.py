@@ -14,11 +14,11 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 class JsonlSink:
-    """Appends `{"event": …, <the payload's keys>, "elapsed_s": …, "time": …}` for each record, at every level.
+    """Appends one object for each record: `{"event": …, <payload>, "elapsed_s": …, "time": …, "run_id": …}`.
 
-    `event`, `elapsed_s` (seconds since the logger was made) and `time` (UTC, ISO 8601) mean the same on every line, and
-    replace payload keys of the same name. JSON has no NaN and no infinity: such a number is written as null, and its
-    key is listed under `nonfinite`.
+    `event`, `elapsed_s` (seconds since the logger was made), `time` (UTC, ISO 8601) and `run_id` (where the record has
+    one) mean the same on every line, and replace payload keys of the same name. JSON has no NaN and no infinity: such a
+    number is written as null, and its key is listed under `nonfinite`.
 
     Raises:
         OSError: the file cannot be opened.
@@ -46,6 +46,8 @@ def encode_line(record: Record) -> str:
         "elapsed_s": round(record.elapsed_s, 6),
         "time": record.time.isoformat(timespec="milliseconds"),
     }
+    if record.run_id is not None:
+        fields["run_id"] = record.run_id
     fields["event"] = record.event  # again: a payload key of this name has replaced it
     try:
         return _encode(fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import secrets
 import threading
 import time
 import traceback
@@ -52,6 +53,7 @@ class MetricLogger:
     Attributes:
         every_steps: the cadence.
         hooks: the hooks that get every event.
+        run_id: stands in every JSON line. A `Trainer` with a checkpoint manager makes it that of the checkpoints.
 
     Args:
         level: the lowest level that console and text file show: DEBUG, INFO, WARNING, ERROR or CRITICAL. It does not
@@ -63,6 +65,7 @@ class MetricLogger:
         hooks: callables `(event, payload)` or objects with `on_event(event, payload)`.
         progress: a live line on a terminal: `off`, `auto` (unless `level` hides ordinary lines) or `on`.
         hook_patience: seconds that training waits for each hook in all, besides a twentieth of the time that passes.
+        run_id: the id of the run; a random one without it.
         clock: monotonic seconds, for `elapsed_s`.
         now: the time in UTC.
 
@@ -82,6 +85,7 @@ class MetricLogger:
         *,
         progress: ProgressMode = "off",
         hook_patience: float = 2.0,
+        run_id: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = _utc_now,
     ) -> None:
@@ -93,6 +97,8 @@ class MetricLogger:
         if progress not in PROGRESS_MODES:
             raise ConfigError(f"logging.progress: must be one of {', '.join(PROGRESS_MODES)}, got {progress!r}")
         self.every_steps = every_steps
+        # Not from the seeded generators: two runs of one seed are two runs.
+        self.run_id = run_id if run_id is not None else secrets.token_hex(16)
         self._clock = clock
         self._now = now
         self._started = clock()
@@ -218,6 +224,7 @@ class MetricLogger:
             payload=plain_payload(payload),
             elapsed_s=self._clock() - self._started,
             time=self._now(),
+            run_id=self.run_id,
         )
 
     def _write_to(self, sink: Sink, record: Record) -> None:

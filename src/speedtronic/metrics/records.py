@@ -28,6 +28,7 @@ class Record(NamedTuple):
         payload: plain values only: None, bool, int, float (NaN and infinity too), str, lists and dicts of them.
         elapsed_s: seconds since the logger was made.
         time: when it happened, in UTC.
+        run_id: of the run that it belongs to.
     """
 
     event: str
@@ -35,6 +36,7 @@ class Record(NamedTuple):
     payload: Mapping[str, Any]
     elapsed_s: float
     time: datetime
+    run_id: str | None = None
 
 
 class Sink(Protocol):

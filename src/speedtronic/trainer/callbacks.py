@@ -148,7 +148,8 @@ class Callback:
     """A base class for callbacks, which does nothing. Any object with one of these methods is a callback too.
 
     A callback that has `state_dict` and `load_state_dict` is saved in checkpoints and restored by a resumed run, before
-    `on_train_start`. Its state consists of what a checkpoint can hold: dicts, lists, text, numbers, tensors.
+    `on_train_start`. Its state consists of what a checkpoint can hold: dicts, lists, text, numbers, tensors. It is
+    asked for before `on_train_start` too.
     """
 
     def on_train_start(self, run: RunView) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -117,6 +119,35 @@ def test_a_cache_that_cannot_be_written_says_which_variable_moves_it(
 
     with pytest.raises(DataError, match="set SPEEDTRONIC_CACHE to a folder that can be written"):
         cached_tokens(text_file(tmp_path / "t.txt", "a"), Words("a"))
+
+
+@pytest.mark.parametrize("home", ["a file in the way", "no home at all"])
+def test_without_a_home_that_can_be_written_the_text_is_encoded_for_this_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, home: str
+) -> None:
+    monkeypatch.delenv("SPEEDTRONIC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    if home == "no home at all":
+
+        def unknown() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", unknown)
+    else:
+        monkeypatch.setenv("HOME", str(text_file(tmp_path / "home", "in the way")))
+
+    found = cached_tokens(text_file(tmp_path / "t.txt", "a b a"), Words("a b"))
+    assert tokens(found) == [1, 2, 1]
+    (warning,) = caplog.messages
+    assert "t.txt" in warning
+    assert "set SPEEDTRONIC_CACHE to a folder that can be written" in warning
+    assert list((tmp_path / "temporary").iterdir())
+
+    del found
+    gc.collect()
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_text_that_is_not_utf8_or_not_in_the_corpus_is_refused(tmp_path: Path, cache: Path) -> None:

@@ -132,12 +132,17 @@ class BatchStream:
         self._epoch = 0
         self._delivered = 0
         self._resumed: dict[str, Any] | None = None  # the state of the loader at which this pass was resumed
+        self._peeked: Any = _END
+        self._before_peek: dict[str, Any] = {}
 
     def __iter__(self) -> BatchStream:
         return self
 
     def __next__(self) -> Any:
         """The next batch. Raises DataError when a whole pass over the loader yields nothing."""
+        if self._peeked is not _END:
+            batch, self._peeked = self._peeked, _END
+            return batch
         while True:
             with self._waiting():
                 if self._batches is None:
@@ -154,8 +159,18 @@ class BatchStream:
             self._delivered = 0
             self._resumed = None
 
+    def peek(self) -> Any:
+        """The batch that the next `next` returns. The position stays where it is."""
+        if self._peeked is _END:
+            self._before_peek = self.state_dict()
+            self._peeked = next(self)
+        return self._peeked
+
     def skip(self, batches: int) -> None:
         """Continue after the next `batches` batches; a loader that cannot seek has to read them."""
+        if self._peeked is not _END and batches:
+            next(self)
+            batches -= 1
         if isinstance(self._loader, SeekingLoader):
             self._batches = None
             self._resumed = None
@@ -192,6 +207,8 @@ class BatchStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that `next` returned."""
+        if self._peeked is not _END:
+            return self._before_peek
         if self._stateful is not None:
             if self._resumed is not None and self._batches is None:
                 return self._resumed
@@ -225,6 +242,7 @@ class BatchStream:
                 "the checkpoint's data position was saved for another kind of loader (one has its own state, the "
                 "other has not); use the same kind again"
             )
+        self._peeked = _END
         self._batches = None
         self._delivered = 0
         self._own_at_start = list(state.get("generators", ()))

@@ -239,7 +239,7 @@ class TextFileTokenDataset(_BlockDataset):
         tokenizer: Tokenizer | None = None,
         vocab_size: int = 256,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
         self.tokenizer: Tokenizer = CharTokenizer(vocab_size) if tokenizer is None else tokenizer
         sequence: TokenSequence
         if type(self.tokenizer) is CharTokenizer:
@@ -249,7 +249,7 @@ class TextFileTokenDataset(_BlockDataset):
         else:
             check_text_file(self.path)
             sequence = _TokensInMemory(np.concatenate(list(encode_pieces(self.tokenizer, read_text(self.path)))))
-        super().__init__(sequence, block_size, str(self.path))
+        super().__init__(sequence, block_size, str(path))
 
 
 class ShardDataset(_BlockDataset):

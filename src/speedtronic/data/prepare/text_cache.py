@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
+from weakref import finalize
 
 from speedtronic.data.prepare.encode import UNIT_BYTES
 from speedtronic.data.prepare.sources import text_file
@@ -18,47 +21,83 @@ from speedtronic.durable.files import FileSystem
 from speedtronic.durable.folders import recover
 from speedtronic.errors import DataError
 
+_log = logging.getLogger(__name__)
+
 
 def cache_folder() -> Path:
-    """$SPEEDTRONIC_CACHE, else $XDG_CACHE_HOME/speedtronic, else ~/.cache/speedtronic."""
+    """$SPEEDTRONIC_CACHE, else $XDG_CACHE_HOME/speedtronic, else ~/.cache/speedtronic.
+
+    Raises:
+        OSError: nothing says what the home folder is, as for a user whom the system does not know.
+    """
     if own := os.environ.get("SPEEDTRONIC_CACHE"):
         return Path(own)
     if general := os.environ.get("XDG_CACHE_HOME"):
         return Path(general) / "speedtronic"
-    return Path.home() / ".cache" / "speedtronic"
+    try:
+        return Path.home() / ".cache" / "speedtronic"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 def cached_tokens(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
     """The tokens of a text file. It is encoded once, as one text, and found again by content and tokenizer.
 
-    The file is streamed in pieces of `unit_bytes`, unless the tokenizer allows no cut.
+    The file is streamed in pieces of `unit_bytes`, unless the tokenizer allows no cut. Where the cache cannot be
+    written, the tokens lie in a temporary folder for as long as they are used, and a warning says so.
 
     Raises:
-        DataError: the file cannot be used, is not UTF-8, does not fit the tokenizer, or the cache is not
-            writable.
+        DataError: the file cannot be used, is not UTF-8, does not fit the tokenizer; or the folder that
+            $SPEEDTRONIC_CACHE names cannot be written, or the temporary one.
     """
     check_text_file(path)
     content = hashlib.sha256()
     for piece in read_pieces(path):
         content.update(piece)
     key = hashlib.sha256(f"{content.hexdigest()}:{spec_fingerprint(tokenizer.spec())}".encode()).hexdigest()
-    folder = cache_folder() / f"text-{key[:32]}"
     try:
-        if folder.exists():
-            try:
-                return ShardSet(folder)
-            except DataError as error:
-                if isinstance(error.__cause__, OSError):
-                    raise  # it cannot be read, but it may be sound
-                # Nothing else writes here: a damaged entry is worth no more than a missing one.
-                shutil.rmtree(folder)
-        _encode(path, tokenizer, folder, unit_bytes)
-        return ShardSet(folder)
+        return _kept_tokens(path, tokenizer, cache_folder() / f"text-{key[:32]}", unit_bytes)
     except OSError as error:
-        raise DataError(
-            f"cannot keep the encoded text of {path} in {folder.parent}: {error}; "
-            f"set SPEEDTRONIC_CACHE to a folder that can be written"
-        ) from error
+        problem = f"cannot keep the encoded text of {path}: {error}"
+        remedy = "set SPEEDTRONIC_CACHE to a folder that can be written"
+        if os.environ.get("SPEEDTRONIC_CACHE"):
+            raise DataError(f"{problem}; {remedy}") from error
+    _log.warning(f"{problem}; it is encoded again by each run; {remedy}")
+    try:
+        return _temporary_tokens(path, tokenizer, unit_bytes)
+    except OSError as error:
+        raise DataError(f"{problem}, and there is no room for temporary files: {error}; {remedy}") from error
+
+
+def _kept_tokens(path: Path, tokenizer: Tokenizer, folder: Path, unit_bytes: int) -> ShardSet:
+    if folder.exists():
+        try:
+            return ShardSet(folder)
+        except DataError as error:
+            if isinstance(error.__cause__, OSError):
+                raise  # it cannot be read, but it may be sound
+            # Nothing else writes here: a damaged entry is worth no more than a missing one.
+            shutil.rmtree(folder)
+    _encode(path, tokenizer, folder, unit_bytes)
+    return ShardSet(folder)
+
+
+def _temporary_tokens(path: Path, tokenizer: Tokenizer, unit_bytes: int) -> ShardSet:
+    parent = tempfile.mkdtemp(prefix="speedtronic-")
+    try:
+        _encode(path, tokenizer, Path(parent) / "text", unit_bytes)
+        tokens = ShardSet(Path(parent) / "text")
+    except BaseException:  # nothing is left behind, whatever it was; it is raised again
+        shutil.rmtree(parent, ignore_errors=True)
+        raise
+    finalize(tokens, _remove_own, parent, os.getpid())
+    return tokens
+
+
+def _remove_own(folder: str, owner: int) -> None:
+    """A forked worker inherits the tokens, and must not remove them when it ends."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _encode(path: Path, tokenizer: Tokenizer, folder: Path, unit_bytes: int) -> None:
