@@ -52,6 +52,7 @@ CHECKPOINT_KEYS = {
     "scaler": "the gradient scaler's `state_dict`, or null",
     "ema": "the averaged weights of `optimizer.ema` by the model's names, float32 (float64 as float64), or null",
     "coordinator": "the coordinator's `state_dict`, or null",
+    "callbacks": "each callback's `state_dict` by the name of its class (`Name 2` for the second of a class), or null",
     "rng.python": "state of Python's `random`",
     "rng.numpy": "state of NumPy's global generator",
     "rng.torch": "state of torch's CPU generator",
@@ -205,7 +206,7 @@ def _events() -> str:
     head = [
         "## Events",
         "",
-        "What `MetricLogger.emit` sends to the sinks and hooks. A JSON line has besides them `event`,",
+        "What `MetricLogger.emit` sends to the sinks and hooks. A JSON line has besides them `event`, `run_id`,",
     ]
     head += ["`elapsed_s` and `time`.", "", "| event | when | keys |", "|---|---|---|"]
     return "\n".join([*head, *rows, ""])

@@ -19,6 +19,7 @@ from speedtronic.config import load_config
 from speedtronic.data.prepare.prepare import prepare
 from speedtronic.precision import PrecisionPlan
 from speedtronic.registry import build_model
+from speedtronic.runtime import build_runtime
 from speedtronic.shapes import validate_startup_shapes
 from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
 
@@ -43,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder whose plugins are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("model", "data", "my_model", "my_data"):
+    for name in ("model", "data", "my_model", "my_data", "my_callbacks"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -207,6 +208,17 @@ def test_the_readmes_model_trains_by_its_yaml(folder: Path) -> None:
     write_readme_files(folder, "my_model.py", "my_run.yaml")
     assert main(["train", "my_run.yaml"]) == 0
     assert (folder / "runs/bigram/checkpoints/step_000000000050").is_dir()
+
+
+def test_the_readmes_callback_unfreezes_after_its_step(folder: Path) -> None:
+    write_readme_files(folder, "my_callbacks.py", "my_unfreezing.yaml")
+    weights = {}
+    for steps in (1, 20, 22):
+        trainer, _ = build_runtime("my_unfreezing.yaml", max_steps=steps)
+        trainer.fit()
+        weights[steps] = trainer.model.get_parameter("transformer.h.0.mlp.down_proj.weight").detach()
+    assert torch.equal(weights[1], weights[20])
+    assert not torch.equal(weights[20], weights[22])
 
 
 def test_the_readmes_dataset_trains_by_its_yaml(folder: Path) -> None:

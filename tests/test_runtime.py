@@ -334,6 +334,86 @@ def test_a_plugins_own_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.Mo
         build_runtime(path)
 
 
+# ---------------------------------------------------------------- callbacks
+
+
+CALLBACKS_OF_A_TEST = """
+from speedtronic.trainer import Callback
+
+class Stop(Callback):
+    def __init__(self, at=3):
+        self.at = at
+    def on_step_end(self, run):
+        if run.step == self.at:
+            run.stop()
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.at = state["at"] + 2
+
+def halfway(*, config):
+    return Stop(config.run.max_steps // 2)
+
+def wants_more(name):
+    return Stop()
+
+def fails():
+    raise OSError("no such place")
+
+number = 7
+
+def no_callback():
+    return number
+"""
+
+
+@pytest.fixture
+def callbacks_of_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "callbacks_of_a_test.py").write_text(CALLBACKS_OF_A_TEST, encoding="utf-8")
+    return tmp_path
+
+
+def test_callbacks_of_the_yaml_are_built_by_their_factories_and_resumed(callbacks_of_a_test: Path) -> None:
+    path = as_yaml(
+        tiny(callbacks_of_a_test, callbacks=["callbacks_of_a_test:Stop"], run={"max_steps": 9}), callbacks_of_a_test
+    )
+    assert train_from_config(path).steps == 3
+    assert train_from_config(path, resume=True).steps == 5
+
+
+def test_a_callbacks_factory_gets_the_configuration_if_it_asks_for_it_by_name(callbacks_of_a_test: Path) -> None:
+    config = tiny(callbacks_of_a_test, callbacks=["callbacks_of_a_test:halfway"], run={"max_steps": 8})
+    assert train_from_config(as_yaml(config, callbacks_of_a_test)).steps == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no_module_of_a_test:Stop", "callbacks: cannot import 'no_module_of_a_test'"),
+        ("callbacks_of_a_test:Sotp", "callbacks: the module 'callbacks_of_a_test' has no 'Sotp'"),
+        ("callbacks_of_a_test:number", "callbacks: callbacks_of_a_test:number must be a function, not int"),
+        ("callbacks_of_a_test:wants_more", "callbacks: callbacks_of_a_test:wants_more takes"),
+        ("callbacks_of_a_test:no_callback", "callbacks: int is no callback"),
+        ("callbacks_of_a_test", "written package.module:function"),
+    ],
+)
+def test_a_name_that_gives_no_callback_is_one_error_with_exit_code_2(
+    name: str, why: str, callbacks_of_a_test: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = callbacks_of_a_test / "run.yaml"
+    path.write_text(json.dumps(tiny(callbacks_of_a_test, callbacks=[name])), encoding="utf-8")
+    assert main(["train", str(path)]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_what_a_callbacks_factory_raises_is_passed_on_with_its_name(callbacks_of_a_test: Path) -> None:
+    path = as_yaml(tiny(callbacks_of_a_test, callbacks=["callbacks_of_a_test:fails"]), callbacks_of_a_test)
+    with pytest.raises(OSError, match="no such place") as caught:
+        build_runtime(path)
+    assert caught.value.__notes__ == ["raised by the factory callbacks_of_a_test:fails that callbacks names"]
+
+
 # ---------------------------------------------------------------- seeding
 
 

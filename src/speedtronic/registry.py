@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from torch import nn
@@ -114,6 +115,32 @@ def _extra_arguments(config: ModelConfig, factory: ModelFactory) -> dict[str, An
             f"model.extra: {error}: the factory of {config.name!r} takes {signature}, and was given {given}"
         ) from None
     return config.extra
+
+
+def import_factory(name: str, *, key: str) -> Callable[..., Any]:
+    """What a configuration names as `package.module:function`.
+
+    Args:
+        name: of the function, class or other callable.
+        key: of the configuration, for errors.
+
+    Raises:
+        ConfigError: there is no such module, or nothing in it that has the name and can be called.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{key}: {name!r} must name a factory as package.module:function")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{key}: cannot import {module!r}: {error}") from error
+    try:
+        factory = attrgetter(attribute)(found)
+    except AttributeError as error:
+        raise ConfigError(f"{key}: the module {module!r} has no {attribute!r}") from error
+    if not callable(factory):
+        raise ConfigError(f"{key}: {name} must be a function, not {type(factory).__name__}")
+    return cast(Callable[..., Any], factory)
 
 
 def _load(name: str, reference: str) -> ModelFactory:

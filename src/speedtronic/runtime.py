@@ -38,7 +38,7 @@ from speedtronic.model.transformer import NORM_EPS
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
-from speedtronic.registry import build_model
+from speedtronic.registry import build_model, import_factory
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
 
@@ -147,6 +147,7 @@ def _build(
         on_lock=partial(_record_run, folder, settings, manager, logger) if folder is not None else None,
         metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
         shape_report=shape_report,
+        callbacks=_build_callbacks(settings),
     )
     if saved is not None:
         _resume(trainer, saved, settings)
@@ -447,6 +448,35 @@ def _build_evaluator(
         labels=config.data.labels,
         warn=logger.warning,
     )
+
+
+def _build_callbacks(config: SpeedtronicConfig) -> list[object]:
+    """Call the factories of `callbacks`.
+
+    Raises:
+        ConfigError: there is no such factory, or it asks for more than `config`. What it raises itself is passed on.
+    """
+    callbacks: list[object] = []
+    for name in config.callbacks:
+        factory = import_factory(name, key="callbacks")
+        try:
+            signature = inspect.signature(factory)
+        except ValueError:  # some callables written in C have none
+            signature = inspect.Signature()
+        # By its name: another parameter, such as a step with a default, must not silently become the configuration.
+        arguments = {"config": config} if "config" in signature.parameters else {}
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"callbacks: {name} takes {signature}, and is called without arguments, or with config alone: {error}"
+            ) from None
+        try:
+            callbacks.append(factory(**arguments))
+        except Exception as error:  # the factory is the user's code; the error is raised on, and names it
+            error.add_note(f"raised by the factory {name} that callbacks names")
+            raise
+    return callbacks
 
 
 # ---------------------------------------------------------------------- resume

@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main, output
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
+from speedtronic.data.tokenizers import tiktoken
+from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.durable.files import FileSystem
 from speedtronic.model.transformer import build_reference_transformer
+from tests.support.tokenizers import lines_of_ranks
 
 # ---------------------------------------------------------------------- list
 
@@ -450,30 +452,31 @@ def test_a_llama_has_the_separator_of_the_run(
     exportable: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = export(capsys, exportable, "--out", tmp_path / "hf", "--format", "huggingface", "--dtype", "bfloat16")
-    assert out.splitlines()[1:] == ["without a tokenizer.json: token ids are the UTF-8 bytes of the text"]
+    assert out.splitlines()[1:] == []
+    assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == "\0"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["model_type"], config["eos_token_id"], config["dtype"]) == ("llama", 0, "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("spec", "word", "separator"),
-    [
-        (None, "without a tokenizer: the model was trained on bare token ids", None),
-        (CorpusCharTokenizer("abc").spec(), "without a tokenizer.json: token ids are the places of the characters", 0),
-    ],
-)
-def test_what_is_missing_of_a_tokenizer_is_said(
-    tmp_path: Path,
-    config: SpeedtronicConfig,
-    capsys: pytest.CaptureFixture[str],
-    spec: Any,
-    word: str,
-    separator: int | None,
+def test_a_model_without_a_tokenizer_says_so(
+    tmp_path: Path, config: SpeedtronicConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    CheckpointManager(tmp_path).save(1, state_of(config, 1))
+    out, _ = export(capsys, tmp_path, "--out", tmp_path / "hf", "--format", "huggingface")
+    assert "without a tokenizer: the model was trained on bare token ids" in out
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_a_tokenizer_without_that_form_is_named(
+    tmp_path: Path, config: SpeedtronicConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tiktoken")
+    monkeypatch.setitem(tiktoken.ENCODINGS, 256, tiktoken.RankEncoding("bytes", r"\S+|\s+", 256, 257))
+    spec = {"type": "tiktoken", "ranks": lines_of_ranks([bytes([byte]) for byte in range(256)])}
     CheckpointManager(tmp_path).save(1, state_of(config, 1, spec))
     out, _ = export(capsys, tmp_path, "--out", tmp_path / "hf", "--format", "huggingface")
-    assert word in out
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == separator
+    assert "without a tokenizer.json: none is made of a tokenizer of type 'tiktoken'" in out
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
 
 
 def test_the_tokenizer_of_the_run_goes_along(

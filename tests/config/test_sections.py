@@ -182,6 +182,7 @@ DEFAULTS = {
     "ooo_backprop": False,
     "ooo_streams": 4,
     "plugins": [],
+    "callbacks": [],
     "tune": "off",
 }
 

@@ -4,25 +4,48 @@ from datetime import UTC, datetime
 from typing import Any
 
 from speedtronic.metrics.events import event_level
-from speedtronic.metrics.lines import format_line, short_bytes, short_number
+from speedtronic.metrics.lines import LineFormat, duration, short_bytes, short_number
 from speedtronic.metrics.records import Record
 from tests.support.cases import case
 
+STEP: dict[str, Any] = {
+    "step": 120, "loss": 9.0, "lr": 3e-4, "steps_per_sec": 99.0, "samples_per_sec": 999.0, "tokens_per_sec": 99999.0,
+    "samples": 960, "tokens": 122880, "micro_batches": 2, "grad_norm": 0.52345, "lr_applied": 2.9e-4,
+    "interval_loss": 2.31451, "interval_steps_per_sec": 24.123, "interval_samples_per_sec": 193.0,
+    "interval_tokens_per_sec": 12345.6, "peak_memory_bytes": 1_234_000_000, "eta_s": 70.4,
+}  # fmt: skip
 
-def line(event: str, payload: dict[str, Any]) -> str:
-    return format_line(Record(event, event_level(event), payload, 0.0, datetime.now(UTC)))
+
+def line(event: str, payload: dict[str, Any], lines: LineFormat | None = None) -> str:
+    return (lines or LineFormat()).line(Record(event, event_level(event), payload, 0.0, datetime.now(UTC)))
 
 
-def test_a_step_shows_all_its_values_in_readable_form() -> None:
-    payload = {
-        "step": 120, "loss": 2.31451, "lr": 3e-4, "steps_per_sec": 24.123, "samples_per_sec": 193.0,
-        "tokens_per_sec": 12345.6, "samples": 960, "tokens": 122880, "micro_batches": 2, "grad_norm": 0.52345,
-        "lr_applied": 2.9e-4, "peak_memory_bytes": 1_234_000_000,
-    }  # fmt: skip
-    assert line("train_step", payload) == (
-        "step 120  loss 2.3145  lr 3.00e-04  24.1 steps/s  193 samples/s  12.3k tok/s  samples 960  "
-        "tokens 122880  micro_batches 2  grad_norm 0.5234  lr_applied 2.90e-04  peak_memory_bytes 1.2 GB"
+def test_a_step_shows_the_figures_of_its_interval_and_one_learning_rate() -> None:
+    lines = LineFormat()
+    start = {"step": 100, "target_steps": 1000, "device": "cpu", "precision": "fp32", "parameters": 1_234_567}
+    assert line("train_start", start, lines) == (
+        "train_start  step 100/1000  device cpu  precision fp32  parameters 1.23M"
     )
+    shown = line("train_step", STEP, lines)
+    assert shown == ("step 120/1000  loss 2.3145  lr 3.00e-04  grad_norm 0.5234  12.3k tok/s  1.2 GB  eta 0:01:10")
+    assert len(shown) <= 95
+
+
+def test_a_step_of_batches_without_tokens_shows_samples_per_second() -> None:
+    assert "193 samples/s" in line("train_step", {**STEP, "interval_tokens_per_sec": 0.0})
+    assert "tok/s" not in line("train_step", {**STEP, "interval_tokens_per_sec": 0.0})
+
+
+def test_more_values_of_a_step_and_steps_of_others_are_shown_whole() -> None:
+    assert "temperature 0.5" in line("train_step", {**STEP, "temperature": 0.5})
+    assert line("train_step", {"step": 7, "samples": 3, "tokens_per_sec": 5.0}) == "step 7  samples 3  5 tok/s"
+
+
+def test_a_duration_is_a_clock_and_never_an_error() -> None:
+    for seconds, text in ((0.4, "0:00:00"), (3661, "1:01:01"), (1e9, "11574 days, 1:46:40"), (1e300, "?")):
+        with case(seconds):
+            assert duration(seconds) == text
+    assert duration(float("nan")) == "?"
 
 
 def test_other_events_start_with_their_name() -> None:

@@ -57,6 +57,37 @@ def test_train_steps_reach_sinks_by_cadence_and_hooks_always() -> None:
     assert steps_heard == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_the_last_step_is_logged_however_the_run_ends(tmp_path: Path) -> None:
+    for name, target, rest in (
+        ("at the target", 5, [("train_end", {"step": 5})]),
+        ("by a signal", 100, [("interrupted", {"step": 5}), ("train_end", {"step": 5})]),
+        ("stopped", 100, [("train_end", {"step": 5})]),
+        ("with an error", 100, []),
+    ):
+        with case(name):
+            stream = io.StringIO()
+            with MetricLogger(every_steps=3, stream=stream, json_file=tmp_path / f"{name}.jsonl") as logger:
+                logger.emit("train_start", {"step": 0, "target_steps": target})
+                for step in range(1, 6):
+                    logger.emit("train_step", {"step": step})
+                for event, payload in rest:
+                    logger.emit(event, payload)
+            shown = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
+            assert shown == [f"step 3/{target}", f"step 5/{target}"]
+            events = [line["event"] for line in lines_of(tmp_path / f"{name}.jsonl")]
+            assert events == ["train_start", "train_step", "train_step", *(event for event, _ in rest)]
+
+
+def test_a_step_that_is_logged_late_has_the_time_when_it_happened(tmp_path: Path) -> None:
+    clock = Clock()
+    logger = MetricLogger(every_steps=10, json_file=tmp_path / "l.jsonl", stream=io.StringIO(), clock=clock)
+    clock.seconds += 1.5
+    logger.emit("train_step", {"step": 7})
+    clock.seconds += 60.0
+    logger.close()
+    assert lines_of(tmp_path / "l.jsonl")[0]["elapsed_s"] == 1.5
+
+
 def test_the_cadence_is_for_train_steps_only() -> None:
     stream = io.StringIO()
     MetricLogger(every_steps=100, stream=stream).emit("eval", {"step": 7, "loss": 1.0})
@@ -243,7 +274,7 @@ def test_any_step_and_any_message_can_be_emitted(tmp_path: Path, step: object) -
     ) as logger:
         logger.emit("train_step", {"step": step, "tokens_per_sec": 10**400})
         logger.emit("log", {"anything": step})
-    assert lines_of(tmp_path / "l.jsonl")[-1]["event"] == "log"
+    assert {line["event"] for line in lines_of(tmp_path / "l.jsonl")} == {"train_step", "log"}
 
 
 def test_every_line_has_the_id_of_the_run(tmp_path: Path) -> None:

@@ -36,11 +36,12 @@ class HungUp(Terminal):
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self, each: float = 1.0) -> None:
         self.seconds = 0.0
+        self.each = each
 
     def __call__(self) -> float:
-        self.seconds += 1.0
+        self.seconds += self.each
         return self.seconds
 
 
@@ -55,9 +56,12 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def step(number: int) -> dict[str, Any]:
     return {
         "step": number,
-        "loss": 2.5,
-        "tokens_per_sec": 12345.0,
-        "steps_per_sec": 2.0,
+        "loss": 9.0,
+        "tokens_per_sec": 9.0,
+        "interval_loss": 2.5,
+        "interval_samples_per_sec": 9.0,
+        "interval_tokens_per_sec": 12345.0,
+        "eta_s": (4 - number) / 2.0,
         "peak_memory_bytes": 1.2e9,
     }
 
@@ -79,15 +83,64 @@ def without_escapes(text: str) -> str:
 
 def test_on_a_terminal_one_line_shows_step_loss_speed_time_left_and_memory() -> None:
     text = without_escapes(run(Terminal(), "auto"))
-    assert re.search(r"step 1/4 .*loss 2.5000  12.3k tok/s  eta 0:00:02  1.2 GB", text)
+    assert re.search(r"step 1/4 .*25%  loss 2.5000  12.3k tok/s  eta 0:00:02  1.2 GB", text)
     assert "step 4/4" in text
 
 
-def test_steps_move_the_live_line_and_other_lines_appear_above_it() -> None:
-    text = without_escapes(run(Terminal(), "auto"))
-    assert "step 1  loss" not in text
-    assert "checkpoint  step 1  path [bold]x\n" in text
-    assert text.rstrip().endswith("train_end  steps 4")
+def screen(text: str) -> list[str]:
+    """What a terminal shows in the end, for the escapes that rich writes: up, erase a line, carriage return."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1] or 1)
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith("\x1b") and part != "\r":
+            lines[row] += part
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_all_lines_stand_above_a_bar_that_ends_at_100_percent() -> None:
+    shown = screen(run(Terminal(), "auto"))
+    assert [line.split("  ")[0] for line in shown[:4]] == ["train_start", "step 1/4", "checkpoint", "step 4/4"]
+    assert re.fullmatch(r"step 4/4 ━+ 100%  loss 2.5000  12.3k tok/s  eta 0:00:00  1.2 GB", shown[4])
+    assert shown[5:] == ["train_end  steps 4"]
+
+
+def test_the_bar_moves_with_each_step_before_its_numbers_are_known() -> None:
+    stream = Terminal()
+    logger = MetricLogger(stream=stream, progress="on", clock=Clock(), every_steps=2)
+    logger.emit("train_start", {"step": 0, "target_steps": 200})
+    logger.show_step(1)
+    assert re.search(r"step 1/200 ━+ 0%", screen(stream.getvalue())[-1])
+    logger.show_step(2)
+    logger.emit("train_step", step(1))
+    logger.emit("train_step", step(2))
+    logger.show_step(199)
+    assert "step 199/200" in screen(stream.getvalue())[-1]
+    assert " 99%  loss 2.5000" in screen(stream.getvalue())[-1]
+    logger.close()
+    assert [line for line in screen(stream.getvalue()) if line.startswith("step 1/")] == []
+
+
+def test_lines_of_steps_wait_for_the_next_frame_and_none_is_lost() -> None:
+    """A frame costs about a millisecond, which a short step must not pay each time."""
+    stream = Terminal()
+    clock = Clock(each=0.0)
+    logger = MetricLogger(stream=stream, progress="on", clock=clock)
+    logger.emit("train_start", {"step": 0, "target_steps": 100})
+    for number in range(1, 51):
+        logger.show_step(number)
+        logger.emit("train_step", {**step(number), "eta_s": 1.0})
+    drawn = stream.getvalue().count("\x1b[2K")
+    assert drawn <= 3
+    logger.close()
+    shown = screen(stream.getvalue())
+    assert [line.split("  ")[0] for line in shown[1:51]] == [f"step {number}/100" for number in range(1, 51)]
+    assert "step 50/100" in shown[51]
 
 
 def test_the_cursor_is_shown_again() -> None:
@@ -108,7 +161,7 @@ def test_without_a_terminal_lines_are_plain() -> None:
     for progress in ("auto", "on"):
         with case(progress):
             text = run(io.StringIO(), progress)
-            assert text.splitlines()[1].startswith("step 1  loss 2.5000")
+            assert text.splitlines()[1].startswith("step 1/4  loss 2.5000")
             assert all(character.isprintable() or character == "\n" for character in text)
 
 

@@ -77,9 +77,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Reference:
-    """The undisturbed run: its steps, and the state that it ended with."""
+    """The undisturbed run: its steps, its validation losses by step, and the state that it ended with."""
 
     steps: list[Step]
+    losses: dict[int, str]
     state: dict[str, Any]
     seconds: float
 
@@ -160,7 +161,8 @@ def _undisturbed(folder: Path, seed: int) -> Reference:
     if life.code != victim.FINISHED:
         raise TortureError(f"the undisturbed run did not finish: see {run.log}")
     steps = [Step(line["loss"], line["samples"]) for line in life.of("step")]
-    return Reference(steps, run.final_state(), seconds)
+    losses = {line["step"]: line["loss"] for line in life.of("eval")}
+    return Reference(steps, losses, run.final_state(), seconds)
 
 
 def _live(run: Run, plan: Plan, board: Board, *, resume: bool, mutant: str | None) -> Life:
@@ -275,15 +277,16 @@ class Campaign:
         if enough:
             return Plan(seed)
         faults = self._next_faults()
+        workers = choose.choice([0, 1, 2])
         if self.tally.in_a_row and choose.random() < 0.2:
             # Twice in a row: before, or while, the next life takes up what the last one left.
-            return Plan(seed, after=choose.uniform(0, 0.15 * reference.seconds), faults=faults)
+            return Plan(seed, after=choose.uniform(0, 0.15 * reference.seconds), faults=faults, workers=workers)
         if self.tally.random.total() < self.tally.exact.total():
-            return Plan(seed, after=choose.uniform(0, 0.9 * reference.seconds), faults=faults)
+            return Plan(seed, after=choose.uniform(0, 0.9 * reference.seconds), faults=faults, workers=workers)
         rarest = min(self._aims, key=self.tally.landed)
         phase = rarest if choose.random() < 0.6 else choose.choice([*self._aims, Phase.CLEANUP])
         kill = Kill(phase, choose.randint(1, _COUNTS[phase]), choose.choice(["before", "middle", "after"]))
-        return Plan(seed, kill=kill, faults=faults)
+        return Plan(seed, kill=kill, faults=faults, workers=workers)
 
     def _next_faults(self) -> Faults:
         choose = self._random
@@ -328,6 +331,7 @@ class Run:
         self._reached = 0  # the last step of the line that the last life belongs to
         self._furthest = 0  # the last step of any line: a disk that fails while it is read sends a life back
         self._newest: CheckpointEntry | None = None
+        self._durable: set[int] = set()  # the steps whose checkpoints were announced
         self._pointed = False  # whether latest.json was there
         self._dead: set[int] = set()
 
@@ -376,6 +380,10 @@ class Run:
         self._reached = begin
         for line in life.of("step"):
             self._take(line, reference)
+        for line in life.of("eval"):
+            if line["loss"] != reference.losses[line["step"]]:
+                raise TortureError(f"step {line['step']} has another validation loss than the undisturbed run's")
+        self._durable |= {line["step"] for line in life.of("checkpoint")}
         return redone
 
     def _check_loaded(self, loaded: dict[str, Any], life: Life) -> None:
@@ -469,17 +477,20 @@ class Run:
         if missing := set(range(1, victim.STEPS + 1)) - logged:
             raise TortureError(f"metrics.jsonl lacks the steps {sorted(missing)}")
         if life.of("checkpoint") and not life.faults[Fault.EIO] + life.faults[Fault.ENOSPC]:
-            self._check_tidiness()
+            self._check_tidiness(reference)
 
-    def _check_tidiness(self) -> None:
+    def _check_tidiness(self, reference: Reference) -> None:
         names = {path.name for path in self._listing()}
         if left := sorted(_left_by(names, self._dead)):
             raise TortureError(f"the finished run left {left}")
         assert self._newest is not None
         entries = CheckpointManager(self._checkpoints).entries()
         own = [entry for entry in entries if entry.run_id == self._newest.run_id]
-        if len(own) > victim.KEEP_LAST:
-            raise TortureError(f"{len(own)} checkpoints were kept, not {victim.KEEP_LAST}")
+        if len(own) > victim.KEEP_LAST + victim.KEEP_BEST:
+            raise TortureError(f"{len(own)} checkpoints were kept, not {victim.KEEP_LAST} and {victim.KEEP_BEST}")
+        best = min(float.fromhex(reference.losses[step]) for step in self._durable)
+        if not any(entry.eval_loss is not None and entry.eval_loss <= best for entry in own):
+            raise TortureError(f"the best checkpoint, of validation loss {best}, is lost")
 
     def final_state(self) -> dict[str, Any]:
         state = CheckpointManager(self._checkpoints, warn=_refuse_warning).load_latest()

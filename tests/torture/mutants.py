@@ -117,5 +117,11 @@ MUTANTS: Mapping[str, Mutant] = {
     "a write that is not finished": Mutant(_write_once, r"not sound", (Phase.WRITE,)),
     "a checkpoint announced before it is durable": Mutant(_announce_at_once, r"is lost", (Phase.WRITE,)),
     "a resume that drops the data position": Mutant(_resume_without("data"), r"other samples", (Phase.TRAINING,)),
+    "a resume that drops the averaged weights": Mutant(
+        _resume_without("ema"), r"another validation loss|differs .* at state\.ema", (Phase.TRAINING,)
+    ),
+    "a resume that drops the states of callbacks": Mutant(
+        _resume_without("callbacks"), r"another loss|differs .* at state\.callbacks", (Phase.TRAINING,)
+    ),
     "a resume that drops the random state": Mutant(_resume_without("rng"), r"another loss", (Phase.TRAINING,)),
 }

@@ -46,9 +46,11 @@ class Plan:
         seed: of everything random in the file layer of this life.
         kill: where the process kills itself; None where it is killed from outside, or not at all.
         after: seconds until it is killed from outside.
+        workers: processes that read its data.
     """
 
     seed: int = 0
     kill: Kill | None = None
     after: float | None = None
     faults: Faults = Faults()
+    workers: int = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from speedtronic import runtime
 from speedtronic.checkpoint import CheckpointManager
@@ -22,6 +22,7 @@ from speedtronic.config import DataConfig
 from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError
 from speedtronic.metrics import MetricLogger
+from speedtronic.trainer import Callback, RunView, Trainer
 from tests.support.configs import tiny
 from tests.torture.board import Board, Phase
 from tests.torture.disk import Executioner, TorturedFileSystem
@@ -33,30 +34,54 @@ FINISHED, SAVE_FAILED, NOTHING_SOUND, BROKEN = 0, 10, 11, 12
 STEPS = 30
 EVERY_STEPS = 3
 KEEP_LAST = 2
+KEEP_BEST = 1
 SAMPLES = 37  # odd, so that each epoch ends with a short batch in the middle of an update
-
-# Called with the index of each sample that is read. A data set is made from its name, so it cannot be handed one.
-_told: list[Callable[[int], None]] = []
+FROZEN = range(8, 20)  # the steps that the callback freezes a weight for
 
 
 class Numbers(Dataset[dict[str, torch.Tensor]]):
-    """Samples that depend on their index and, as augmented ones do, on the generator."""
+    """Samples that depend on their index and, as augmented ones do, on the generator. The first id is the index."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        for tell in _told:
-            tell(index)
         ids = (torch.arange(9) * (index + 1) + torch.randint(0, 3, (9,))) % 64
+        ids[0] = index
         return {"input_ids": ids[:-1], "labels": ids[1:]}
 
 
-def numbers(config: DataConfig) -> Numbers:
-    return Numbers()
+def numbers(config: DataConfig) -> tuple[Numbers, Subset[dict[str, torch.Tensor]]]:
+    """What is trained on, and what is held out to find the best checkpoint by."""
+    return Numbers(), Subset(Numbers(), range(4))
 
 
-def config_of(folder: Path, seed: int, *, background: bool) -> dict[str, Any]:
+class Freezing(Callback):
+    """Freezes a weight for the steps of `FROZEN`. Only its own state knows how many there were, and which losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_start(self, run: RunView) -> None:
+        self._freeze(run)
+
+    def on_step_end(self, run: RunView) -> None:
+        assert run.loss is not None
+        self.losses.append(run.loss)
+        self._freeze(run)
+
+    def _freeze(self, run: RunView) -> None:
+        trains = len(self.losses) + 1 not in FROZEN
+        run.model.get_parameter("transformer.h.0.mlp.down_proj.weight").requires_grad_(trains)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = state["losses"].tolist()
+
+
+def config_of(folder: Path, seed: int, *, background: bool, workers: int = 0) -> dict[str, Any]:
     return tiny(
         folder,
         run={"max_steps": STEPS, "seed": seed},
@@ -67,8 +92,17 @@ def config_of(folder: Path, seed: int, *, background: bool) -> dict[str, Any]:
             "target_batch_size": 4,
             "shuffle": True,
             "drop_last": False,
+            "num_workers": workers,
         },
-        checkpoint={"every_steps": EVERY_STEPS, "keep_last": KEEP_LAST, "background": background},
+        optimizer={"ema": 0.9},
+        eval={"every_steps": EVERY_STEPS},
+        callbacks=["tests.torture.victim:Freezing"],
+        checkpoint={
+            "every_steps": EVERY_STEPS,
+            "keep_last": KEEP_LAST,
+            "keep_best": KEEP_BEST,
+            "background": background,
+        },
         logging={"level": "WARNING", "json_file": "metrics.jsonl", "progress": "off"},
     )
 
@@ -105,7 +139,8 @@ def live(
         disk = MUTANTS[mutant].infect(disk)
     _instrument(disk, Journal(journal), executioner, board)
     try:
-        result = runtime.train_from_config(config_of(folder, seed, background=background), resume=resume)
+        config = config_of(folder, seed, background=background, workers=plan.workers)
+        result = runtime.train_from_config(config, resume=resume)
     except CheckpointError:
         traceback.print_exc()
         return NOTHING_SOUND
@@ -123,13 +158,15 @@ class Journal:
     def note(self, kind: str, **fields: Any) -> None:
         os.write(self._file, json.dumps({"kind": kind, **fields}).encode("ascii") + b"\n")
 
-    def sample(self, index: int) -> None:
-        self._samples.append(index)
+    def samples(self, indices: list[int]) -> None:
+        self._samples += indices
 
     def on_event(self, event: str, payload: dict[str, Any]) -> None:
         if event == "train_step":
             samples, self._samples = self._samples, []
             self.note("step", step=payload["step"], loss=payload["loss"].hex(), samples=samples)
+        elif event == "eval":
+            self.note("eval", step=payload["step"], loss=payload["loss"].hex())
         elif event == "checkpoint" and payload["path"] is not None:
             self.note("checkpoint", step=payload["step"], name=Path(payload["path"]).name)
 
@@ -188,19 +225,24 @@ def _watch_snapshots(executioner: Executioner, board: Board) -> None:
 
 
 def _watch_training(journal: Journal, executioner: Executioner) -> None:
-    """A sample that is read, and an optimizer that has stepped, are each a place in training to be killed at."""
+    """A batch that is used, and an optimizer that has stepped, are each a place in training to be killed at.
 
-    def read(index: int) -> None:
-        journal.sample(index)
+    A batch is looked at where it is used: workers read ahead, and what they read may never be trained on.
+    """
+    move_batch = Trainer._move_batch
+
+    def use(trainer: Trainer, batch: dict[str, torch.Tensor]) -> Any:
+        journal.samples(batch["input_ids"][:, 0].tolist())
         with executioner.operation(Phase.TRAINING) as middle:
             if middle:
                 executioner.strike_soon()
+        return move_batch(trainer, batch)
 
     def stepped(*_: Any) -> None:
         with executioner.operation(Phase.TRAINING):
             pass
 
-    _told.append(read)
+    Trainer._move_batch = use  # type: ignore[method-assign]
     register_optimizer_step_post_hook(stepped)
 
 

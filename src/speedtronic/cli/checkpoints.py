@@ -340,7 +340,7 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
     """Write a model's export; what was written, and notes for the user."""
     import torch
 
-    from speedtronic.checkpoint.export.files import export_llama, export_safetensors
+    from speedtronic.checkpoint.export.files import export_hugging_face, export_safetensors
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     size = sum(stored.place.end - stored.place.begin for stored in model.tensors().values())
@@ -350,7 +350,7 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
         from speedtronic.model.transformer import NORM_EPS
 
         tokenizer, notes = _tokenizer(model)
-        target = export_llama(
+        target = export_hugging_face(
             model, args.out, norm_eps=NORM_EPS, tokenizer=tokenizer, dtype=dtype, replace=args.force, fs=fs
         )
         return target, notes
@@ -378,16 +378,11 @@ def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str
     """The run's tokenizer as far as the folder can hold it, and notes for the user."""
     from speedtronic.checkpoint.export.files import HuggingFaceTokenizer
     from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
+    from speedtronic.data.tokenizers.tokenizer_json import tokenizer_json
 
     spec = model.tokenizer
     if spec is None:
         return None, ["without a tokenizer: the model was trained on bare token ids"]
-    separator_id = tokenizer_from_spec(spec).separator_id
-    if spec["type"] == "tokenizers":
-        return HuggingFaceTokenizer(spec["json"], separator_id), []
-    reasons = {
-        "bytes": "token ids are the UTF-8 bytes of the text",
-        "chars": "token ids are the places of the characters in the sorted alphabet of the training text",
-    }
-    reason = reasons.get(spec["type"], f"the run's tokenizer, of type {spec['type']!r}, has no such form")
-    return HuggingFaceTokenizer(None, separator_id), [f"without a tokenizer.json: {printable(reason)}"]
+    text = tokenizer_json(spec)
+    missing = [] if text else [f"without a tokenizer.json: none is made of a tokenizer of type {spec['type']!r}"]
+    return HuggingFaceTokenizer(text, tokenizer_from_spec(spec).separator_id), missing

@@ -21,6 +21,7 @@ from speedtronic.config.sections import (
     DataConfig,
     DistributedConfig,
     EvalConfig,
+    FactoryList,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
@@ -75,6 +76,11 @@ class SpeedtronicConfig(Section):
     plugins: TextList = Field(
         default=[],
         description="Modules to import before models are looked up, from the configuration's folder too.",
+    )
+    callbacks: FactoryList = Field(
+        default=[],
+        description="Importable factories package.module:function of callbacks, which act between two steps. Called "
+        "without arguments, or with the whole configuration if they have a parameter config.",
     )
     tune: Literal["off", "auto"] = Field(
         default="off", description="auto: find the fastest way to run on this machine by measuring."

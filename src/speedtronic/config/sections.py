@@ -120,6 +120,7 @@ Factory = Annotated[
     _check_match(_FACTORIES, "an importable factory, written package.module:function"),
     _schema_match(_FACTORIES),
 ]
+FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
 _COMPONENTS = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NodeId = Annotated[
     str,
@@ -215,7 +216,7 @@ class ModelConfig(Section):
     ngram_order: Size = Field(
         default=1,
         description="Longest run of tokens, at most max_seq_len, that has its own embedding, added to that of its last "
-        "token. Each length above 1 takes ngram_buckets · d_model weights.",
+        "token. Each length above 1 takes ngram_buckets · d_model weights. No Hugging Face model has these.",
     )
     ngram_buckets: Size = Field(default=4096, description="Rows of each table of runs; runs are hashed to them.")
     gradient_checkpointing: bool = Field(
@@ -237,6 +238,16 @@ class ModelConfig(Section):
     def resolve(self) -> None:
         self.follow("n_kv_head", self.n_head)
         self.follow("d_ff", 4 * self.d_model)
+
+    @property
+    def without_hugging_face_form(self) -> str | None:
+        """Why `transformers` has no form of the reference transformer with these values; None if it has one."""
+        if self.ngram_order == 1:
+            return None
+        return (
+            f"model.ngram_order is {self.ngram_order}, and no model of Hugging Face's transformers has embeddings of "
+            "runs of tokens"
+        )
 
 
 class DataConfig(Section):

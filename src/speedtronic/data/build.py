@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from speedtronic.data.tokenizers.base import Tokenizer
 from speedtronic.data.tokenizers.chars import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer
 from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.errors import ConfigError, DataError
+from speedtronic.registry import import_factory
 
 Loader = TokenLoader | StreamLoader
 
@@ -231,20 +231,7 @@ def _check_vocabulary(tokenizer: Tokenizer, origin: str, vocab_size: int) -> Non
 
 
 def _from_factory(name: str, data: DataConfig) -> _Source:
-    # Find the factory.
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ConfigError(f"data.dataset: {name!r} must name a factory as package.module:function")
-    try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"data.dataset: cannot import {module!r}: {error}") from error
-    if not hasattr(imported, function):
-        raise ConfigError(f"data.dataset: the module {module!r} has no {function!r}")
-    factory = getattr(imported, function)
-    if not callable(factory):
-        raise ConfigError(f"data.dataset: {name} must be a function, not {type(factory).__name__}")
-    # Call it.
+    factory = import_factory(name, key="data.dataset")
     try:
         made = factory(data)
     except Exception as error:  # the factory is the user's code; the error is raised on, and names it

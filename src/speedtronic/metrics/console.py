@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-from speedtronic.metrics.lines import format_line
+from speedtronic.metrics.lines import LineFormat
 from speedtronic.metrics.records import Record
 
 _FIXED_TERMINALS = ("dumb", "unknown")
@@ -79,6 +79,7 @@ class ConsoleSink:
     def __init__(self, stream: TextIO | None, level: int) -> None:
         self.stream = ConsoleStream(stream)
         self._level = level
+        self._format = LineFormat()
 
     def is_terminal(self) -> bool:
         """Whether the stream can move its cursor, and so draw a line again."""
@@ -87,9 +88,12 @@ class ConsoleSink:
     def shows(self, record: Record) -> bool:
         return record.level >= self._level
 
+    def line(self, record: Record) -> str:
+        return self._format.line(record)
+
     def write(self, record: Record) -> None:
         if self.shows(record):
-            self.stream.write(format_line(record) + "\n")
+            self.stream.write(self.line(record) + "\n")
             self.stream.flush()
 
     def close(self) -> None:

@@ -31,7 +31,9 @@ EVENTS: Mapping[str, EventKind] = {
         ("step", "target_steps", "device", "precision", "parameters", "micro_batches"),
     ),
     "train_step": EventKind(
-        "one optimizer update; the sinks get every `logging.every_steps`-th one, the hooks get all",
+        "one optimizer update; the sinks get every `logging.every_steps`-th one and the last one, the hooks get all. "
+        "`…_per_sec` is a mean since `fit` began. `interval_…` is since the last step that was logged, without "
+        "evaluations; `interval_loss` is a mean of the finite losses, and `mfu` is of the interval too",
         (
             "step",
             "loss",
@@ -44,7 +46,12 @@ EVENTS: Mapping[str, EventKind] = {
             "micro_batches",
             "grad_norm",
             "lr_applied",
+            "interval_loss",
+            "interval_steps_per_sec",
+            "interval_samples_per_sec",
+            "interval_tokens_per_sec",
             "peak_memory_bytes",
+            "eta_s",
         ),
         ("mfu",),
     ),

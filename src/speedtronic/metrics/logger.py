@@ -20,10 +20,12 @@ from speedtronic.metrics.hooks import HookThread, hook_name
 from speedtronic.metrics.jsonl import JsonlSink
 from speedtronic.metrics.progress import PROGRESS_MODES, ProgressMode, ProgressSink
 from speedtronic.metrics.records import (
+    ENDS,
     ERROR,
     INFO,
     LEVELS,
     LOG,
+    TRAIN_START,
     TRAIN_STEP,
     WARNING,
     Hook,
@@ -42,10 +44,11 @@ def _utc_now() -> datetime:
 class MetricLogger:
     """Sends events to the console, a text file, a JSON-lines file, a progress line and hooks. It never ends a run.
 
-    A `train_step` event reaches the sinks only if its `step` is a multiple of `every_steps`; other events always do.
-    Hooks get every event, each hook on its own thread. `HookThread` says how long training waits for a slow hook. If a
-    file cannot be written (a full disk), the console says so once, and each record tries again. After its pipe is
-    closed, the console is silent. Safe to use from several threads.
+    A `train_step` event reaches the sinks only if its `step` is a multiple of `every_steps`, or the last one of a run,
+    however that ends; other events always do. Hooks get every event, each hook on its own thread, and may hear of a
+    step late: what must act between two steps is a callback of the trainer. `HookThread` says how long training waits
+    for a slow hook. If a file cannot be written (a full disk), the console says so once, and each record tries again.
+    After its pipe is closed, the console is silent. Safe to use from several threads.
 
     Attributes:
         every_steps: the cadence.
@@ -102,13 +105,16 @@ class MetricLogger:
         # Re-entrant: a signal handler, or a warning raised while a record is written, may log on the same thread.
         self._lock = threading.RLock()
         console = ConsoleSink(stream, threshold)
-        self._console: Sink = console if progress == "off" else ProgressSink(console, progress, clock)
+        self._progress = None if progress == "off" else ProgressSink(console, progress, clock)
+        self._console: Sink = self._progress or console
         self._sinks: list[Sink] = [self._console]
         if file is not None:
             self._sinks.append(_open_sink("file", file, lambda path: TextFileSink(path, threshold)))
         if json_file is not None:
             self._sinks.append(_open_sink("json_file", json_file, JsonlSink))
         self._failing: set[str] = set()
+        self._target: object = None  # the last step of the run, if `train_start` has told it
+        self._held: Record | None = None  # the last step, where the cadence keeps it from the sinks
         self.hooks: list[Hook] = []
         self._hook_patience = hook_patience
         self._hook_threads: dict[int, HookThread] = {}
@@ -132,9 +138,15 @@ class MetricLogger:
         Scalars of tensors and arrays are read here. A value that no sink could write becomes text.
         """
         payload = payload or {}
-        step = payload.get("step", 0)
-        # A step that is not a number is shown: the sender may have a reason for it.
-        if event != TRAIN_STEP or not isinstance(step, numbers.Real) or step % self.every_steps == 0:
+        if event == TRAIN_STEP and not self._is_due(payload):
+            # Its values are made plain only if it turns out to be the last one.
+            self._held = Record(event, event_level(event), payload, self._clock() - self._started, self._now())
+        else:
+            if event == TRAIN_STEP:
+                self._held = None
+            elif event == TRAIN_START or event in ENDS:
+                self._write_held()
+                self._target = payload.get("target_steps") if event == TRAIN_START else None
             self._write(event, event_level(event), payload)
         for hook in self.hooks:
             with self._lock:
@@ -145,6 +157,12 @@ class MetricLogger:
                     )
                 thread = self._hook_threads[id(hook)]
             thread.tell(event, dict(payload))
+
+    def show_step(self, step: int) -> None:
+        """Move the progress line to a step that is done, before its numbers are known. It is no event."""
+        if self._progress is not None:
+            with self._lock:
+                self._progress.move_to(step)
 
     def info(self, message: str) -> None:
         self._log(INFO, message)
@@ -162,6 +180,7 @@ class MetricLogger:
         """
         for thread in list(self._hook_threads.values()):
             thread.close()
+        self._write_held()
         with self._lock:
             for sink in self._sinks:
                 sink.close()
@@ -178,8 +197,22 @@ class MetricLogger:
         name = next(name for name, number in LEVELS.items() if number == level)
         self._write(LOG, level, {"level": name, "message": message})
 
+    def _is_due(self, payload: Mapping[str, Any]) -> bool:
+        """Whether the sinks get this step now."""
+        step = payload.get("step", 0)
+        # A step that is not a number is shown: the sender may have a reason for it.
+        return not isinstance(step, numbers.Real) or step % self.every_steps == 0 or step == self._target
+
+    def _write_held(self) -> None:
+        """Write the last step of a run that ended between two steps of the cadence."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._write_record(held._replace(payload=plain_payload(held.payload)))
+
     def _write(self, event: str, level: int, payload: Mapping[str, Any]) -> None:
-        record = self._record(event, level, payload)
+        self._write_record(self._record(event, level, payload))
+
+    def _write_record(self, record: Record) -> None:
         with self._lock:
             for sink in self._sinks:
                 self._write_to(sink, record)

@@ -1,16 +1,15 @@
-"""One live line on a terminal: step, bar, loss, tokens per second, time left, memory."""
+"""One live line on a terminal, below all other lines: step, bar, loss, tokens per second, time left, memory."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, cast
 
 from speedtronic.metrics.console import ConsoleSink, ConsoleStream
-from speedtronic.metrics.lines import format_line, short_bytes, short_number
-from speedtronic.metrics.records import TRAIN_STEP, Record
+from speedtronic.metrics.lines import duration, short_bytes, short_number
+from speedtronic.metrics.records import ENDS, TRAIN_START, TRAIN_STEP, Record
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -18,20 +17,19 @@ if TYPE_CHECKING:
 ProgressMode: TypeAlias = Literal["off", "auto", "on"]
 PROGRESS_MODES: tuple[ProgressMode, ...] = ("off", "auto", "on")
 
-_ENDS = frozenset({"train_end", "interrupted"})
 _SECONDS_BETWEEN_FRAMES = 0.1
-_LONGEST_ETA = 1e10  # seconds, three centuries
 
 
 class ProgressSink:
-    """Shows one live line while a run trains. Steps move the line; all other records appear above it.
+    """Shows one live line while a run trains. It moves with each step, and all records appear above it.
 
     It needs a terminal that can move its cursor; elsewhere all records go to the console. With `auto`, there is no live
     line if the console's level hides ordinary lines; with `on`, there is. The thread that writes draws the frames, at
-    most ten a second. A thread of its own could hold a lock while data workers are forked.
+    most ten a second, and lines about steps wait for the next frame. A thread of its own could hold a lock while data
+    workers are forked.
 
     Args:
-        console: the sink for everything but live steps.
+        console: the sink for everything but the live line.
         mode: `auto` or `on`.
         clock: seconds, monotonic.
     """
@@ -44,26 +42,43 @@ class ProgressSink:
         self._clock = clock
         self._live: Progress | None = None
         self._task: TaskID | None = None
-        self._target = 0
+        self._target: float = 0
+        self._step: float = 0
+        self._numbers = ""
+        self._above: list[str] = []  # lines that wait for the next frame
         self._drawn_at = -math.inf
 
     def write(self, record: Record) -> None:
         # The end of a run ends the live line first, so that its last record is an ordinary line.
-        if record.event in _ENDS:
+        if record.event in ENDS:
             self.close()
         if self._live is None:
             self._console.write(record)
-        elif record.event == TRAIN_STEP and _finite_number(record.payload, "step") is not None:
-            self._move(record.payload)
-        elif self._console.shows(record):
-            self._live.console.print(format_line(record), markup=False, highlight=False, soft_wrap=True)
+        else:
+            if self._console.shows(record):
+                self._above.append(self._console.line(record))
+            if record.event != TRAIN_STEP:
+                self._draw()
+            elif (step := _finite_number(record.payload, "step")) is not None:
+                self._numbers = _numbers(record.payload)
+                self.move_to(step)
         # The record that starts a run is an ordinary line too, and the live line follows it.
-        if record.event == "train_start" and self._live is None and self._wanted(record):
+        if record.event == TRAIN_START and self._live is None and self._wanted(record):
             self._start(record.payload)
+
+    def move_to(self, step: float) -> None:
+        """Move the live line, if there is one, to a step that is done. Its numbers may come later."""
+        if self._live is None:
+            return
+        self._step = max(self._step, step)
+        # Draw at most ten frames a second, and always the last one.
+        if self._clock() - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or self._step >= self._target:
+            self._draw()
 
     def close(self) -> None:
         """End the live line and show the terminal's cursor again."""
         if self._live is not None:
+            self._draw()
             live, self._live = self._live, None
             live.stop()
 
@@ -80,42 +95,50 @@ class ProgressSink:
         stream = self._console.stream.target
         self._live = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[numbers]}", markup=False),
             console=Console(file=cast("TextIO", ConsoleStream(stream))),
             auto_refresh=False,
             redirect_stdout=stream is sys.stdout,
             redirect_stderr=stream is sys.stdout and ConsoleStream(sys.stderr).isatty(),
         )
-        self._target = payload["target_steps"]
+        self._target, self._step = payload["target_steps"], payload["step"]
+        self._numbers = ""
         self._task = self._live.add_task("", total=self._target, completed=payload["step"], numbers="")
         self._live.start()
 
-    def _move(self, payload: Mapping[str, Any]) -> None:
+    def _draw(self) -> None:
         assert self._live is not None
         assert self._task is not None
-        steps_left = self._target - payload["step"]
-        self._live.update(self._task, completed=payload["step"], numbers=_numbers(payload, steps_left))
-        # Draw at most ten frames a second, and always the last one.
-        now = self._clock()
-        if now - self._drawn_at >= _SECONDS_BETWEEN_FRAMES or steps_left <= 0:
-            self._drawn_at = now
-            self._live.refresh()
+        self._drawn_at = self._clock()
+        # Rounded down: only the last step makes it 100%.
+        share = int(100 * self._step / self._target) if self._target > 0 else 100
+        self._live.update(self._task, completed=self._step, numbers=f"{min(share, 100)}%  {self._numbers}")
+        if self._above:
+            lines, self._above = "\n".join(self._above), []
+            self._live.console.print(lines, markup=False, highlight=False, soft_wrap=True)
+        self._live.refresh()
 
 
-def _numbers(payload: Mapping[str, Any], steps_left: float) -> str:
+def _numbers(payload: Mapping[str, Any]) -> str:
     """The text after the bar, from the numbers that the step has."""
     words = []
-    if (loss := _finite_number(payload, "loss")) is not None:
+    if (loss := _first_of(payload, "interval_loss", "loss")) is not None:
         words.append(f"loss {loss:.4f}")
-    if tokens_per_sec := _finite_number(payload, "tokens_per_sec"):
+    if tokens_per_sec := _first_of(payload, "interval_tokens_per_sec", "tokens_per_sec"):
         words.append(f"{short_number(tokens_per_sec)} tok/s")
-    steps_per_sec = _finite_number(payload, "steps_per_sec")
-    if steps_per_sec and abs(seconds := steps_left / steps_per_sec) < _LONGEST_ETA:
-        words.append(f"eta {timedelta(seconds=round(seconds))}")
+    elif samples_per_sec := _first_of(payload, "interval_samples_per_sec", "samples_per_sec"):
+        words.append(f"{short_number(samples_per_sec)} samples/s")
+    if (eta := _finite_number(payload, "eta_s")) is not None:
+        words.append(f"eta {duration(eta)}")
     if peak_memory := _finite_number(payload, "peak_memory_bytes"):
         words.append(short_bytes(peak_memory))
     return "  ".join(words)
+
+
+def _first_of(payload: Mapping[str, Any], *keys: str) -> float | None:
+    found = (_finite_number(payload, key) for key in keys)
+    return next((value for value in found if value is not None), None)
 
 
 def _finite_number(payload: Mapping[str, Any], key: str) -> float | None:

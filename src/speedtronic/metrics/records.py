@@ -13,7 +13,9 @@ INFO = LEVELS["INFO"]
 WARNING = LEVELS["WARNING"]
 ERROR = LEVELS["ERROR"]
 
+TRAIN_START = "train_start"
 TRAIN_STEP = "train_step"
+ENDS = frozenset({"train_end", "interrupted"})  # of a run
 LOG = "log"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from speedtronic.metrics.appendfile import AppendFile
-from speedtronic.metrics.lines import format_line
+from speedtronic.metrics.lines import LineFormat
 from speedtronic.metrics.records import LEVELS, Record
 
 _LEVEL_NAMES = {number: name for name, number in LEVELS.items()}
@@ -21,6 +21,7 @@ class TextFileSink:
     def __init__(self, path: str | os.PathLike[str], level: int) -> None:
         self._file = AppendFile(path)
         self._level = level
+        self._format = LineFormat()
 
     @property
     def name(self) -> str:
@@ -29,7 +30,7 @@ class TextFileSink:
     def write(self, record: Record) -> None:
         if record.level >= self._level:
             time = record.time.isoformat(timespec="seconds")
-            line = f"{time} {_LEVEL_NAMES[record.level]} {format_line(record)}"
+            line = f"{time} {_LEVEL_NAMES[record.level]} {self._format.line(record)}"
             self._file.write_line(line.encode("utf-8", "backslashreplace"))
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,9 @@ from speedtronic.trainer.readback import Numbers
 from speedtronic.trainer.result import MetricRecords, finite_or_none
 from speedtronic.trainer.throughput import peak_memory_bytes
 
+# The pace that the time left is computed from forgets a step with this factor: it remembers about the last ten.
+_MEMORY = 0.9
+
 
 @dataclass
 class Counters:
@@ -21,6 +26,30 @@ class Counters:
 
     samples: int = 0
     tokens: int = 0
+
+
+@dataclass
+class _Interval:
+    """The updates since the last one that was logged."""
+
+    began: float
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+    finite_losses: int = 0
+    loss_sum: float = 0.0
+
+    def add(self, numbers: Numbers) -> None:
+        self.steps += 1
+        self.samples += numbers.update.samples
+        self.tokens += numbers.tokens
+        # A loss that is not finite has an event of its own, and would hide the others here.
+        if math.isfinite(numbers.loss):
+            self.finite_losses += 1
+            self.loss_sum += numbers.loss
+
+    def mean_loss(self) -> float:
+        return self.loss_sum / self.finite_losses if self.finite_losses else math.nan
 
 
 class StepReporter:
@@ -31,6 +60,8 @@ class StepReporter:
         counters: the trainer's cumulative counters; advanced here.
         device: its peak memory is reported.
         utilisation: from tokens per second to model FLOP utilisation, or None where the device's peak is unknown.
+        target: the step at which this call of `fit` ends.
+        every: the logger's cadence. An interval ends with each step that is a multiple of it.
     """
 
     def __init__(
@@ -39,6 +70,9 @@ class StepReporter:
         counters: Counters,
         device: torch.device,
         utilisation: Callable[[float], float] | None,
+        *,
+        target: int,
+        every: int,
     ) -> None:
         self.records = MetricRecords()
         self.final_loss: float | None = None
@@ -47,37 +81,79 @@ class StepReporter:
         self._counters = counters
         self._device = device
         self._utilisation = utilisation
+        self._target = target
+        self._every = every
         self._steps = 0
         self._first = Counters(counters.samples, counters.tokens)
+        self._interval = _Interval(self.started)
+        self._intervals = 0
+        self._pace: float | None = None  # seconds per step, without evaluations
+        self._evaluating = 0.0  # seconds so far
+
+    def begin(self) -> None:
+        """The loop begins now: what `fit` did to get ready is in no interval."""
+        self._interval.began = time.perf_counter()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What happens inside takes no time of the interval. Every update so far has been reported."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._interval.began += seconds
+            self._evaluating += seconds
 
     def report(self, numbers: Numbers) -> None:
         """Count, keep and emit one finished update."""
-        update = numbers.update
+        update, interval = numbers.update, self._interval
         self._counters.samples += update.samples
         self._counters.tokens += numbers.tokens
         self._steps += 1
         self.final_loss = finite_or_none(numbers.loss)
-        # Rates are of this call of `fit` alone: what a resumed run did before is not in them.
+        interval.add(numbers)
+        # The seed's rates: of this call of `fit`, evaluations included. What a resumed run did before is not in them.
         seconds = max(update.at - self.started, 1e-9)
-        tokens_per_sec = (self._counters.tokens - self._first.tokens) / seconds
+        recently = max(update.at - interval.began, 1e-9)
+        tokens_per_sec = interval.tokens / recently
         record: dict[str, Any] = {
             "step": update.step,
             "loss": numbers.loss,
             "lr": update.lr,
             "steps_per_sec": self._steps / seconds,
             "samples_per_sec": (self._counters.samples - self._first.samples) / seconds,
-            "tokens_per_sec": tokens_per_sec,
+            "tokens_per_sec": (self._counters.tokens - self._first.tokens) / seconds,
             "samples": self._counters.samples,
             "tokens": self._counters.tokens,
             "micro_batches": update.micro_batches,
             "grad_norm": numbers.grad_norm,
             "lr_applied": update.lr_applied,
+            "interval_loss": interval.mean_loss(),
+            "interval_steps_per_sec": interval.steps / recently,
+            "interval_samples_per_sec": interval.samples / recently,
+            "interval_tokens_per_sec": tokens_per_sec,
             "peak_memory_bytes": peak_memory_bytes(self._device),
+            "eta_s": self._seconds_left(update.step, recently / interval.steps),
         }
         if self._utilisation is not None:
             record["mfu"] = self._utilisation(tokens_per_sec)
         self.records.append(record)
+        if update.step % self._every == 0:
+            self._end_interval(recently / interval.steps, update.at)
         self._logger.emit("train_step", record)
+
+    def _seconds_left(self, step: int, pace: float) -> float:
+        """The steps that are left, at the pace of the last ones, and with the evaluations that so many steps had."""
+        pace = pace if self._pace is None else self._pace
+        return max(0, self._target - step) * (pace + self._evaluating / self._steps)
+
+    def _end_interval(self, pace: float, at: float) -> None:
+        self._intervals += 1
+        # The first interval may hold a compilation, and kernels that were loaded. So the second one replaces it.
+        known = pace if self._pace is None or self._intervals == 2 else self._pace
+        self._pace = pace + _MEMORY**self._interval.steps * (known - pace)
+        self._interval = _Interval(at)
 
     def move_to(self, samples: int, tokens: int) -> None:
         """Set the cumulative counters, without counting the difference as work of this call."""

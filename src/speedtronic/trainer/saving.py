@@ -14,8 +14,11 @@ from speedtronic.metrics import MetricLogger
 class CheckpointSaver:
     """Saves checkpoints, and reports each finished or failed save as a `checkpoint` event.
 
-    A failed save never ends the run: the older checkpoints stay, and the next one is tried when it is due. `error` says
-    why the last save failed, if it did.
+    A failed save never ends the run: the older checkpoints stay, and the next one is tried when it is due.
+
+    Attributes:
+        error: why the last save failed, if it did.
+        finished: the checkpoints that have become durable, oldest first. Who reads them takes them out.
 
     Args:
         manager: writes the checkpoints.
@@ -25,6 +28,7 @@ class CheckpointSaver:
 
     def __init__(self, manager: CheckpointManager, logger: MetricLogger, *, background: bool) -> None:
         self.error: str | None = None
+        self.finished: list[Path] = []
         self._manager = manager
         self._logger = logger
         self._background = background
@@ -75,6 +79,7 @@ class CheckpointSaver:
 
     def _saved(self, path: Path) -> None:
         self._logger.emit("checkpoint", {"step": self._step, "path": str(path)})
+        self.finished.append(path)
 
     def _failed(self, error: Exception) -> None:
         self.error = str(error)

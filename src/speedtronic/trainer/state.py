@@ -35,6 +35,9 @@ class Run(Protocol):
     logger: MetricLogger
     step: int
 
+    @property
+    def averaged_model(self) -> nn.Module | None: ...
+
 
 class TrainerState:
     """The rest of what a checkpoint holds, and the checkpoint's tree of both.
@@ -64,7 +67,13 @@ class TrainerState:
         return scaler
 
     def tree(
-        self, run: Run, *, scaler: dict[str, Any] | None, loss: float | None, eval_loss: float | None
+        self,
+        run: Run,
+        *,
+        scaler: dict[str, Any] | None,
+        callbacks: dict[str, Any] | None,
+        loss: float | None,
+        eval_loss: float | None,
     ) -> dict[str, Any]:
         """What `Trainer.state_dict` returns. `scaler` and the losses are those of the `fit` that is running, if any."""
         coordinator = run.coordinator.state_dict() if run.coordinator is not None else None
@@ -79,6 +88,7 @@ class TrainerState:
             "scaler": scaler or None,
             "ema": self.average.state_dict() if self.average is not None else None,
             "coordinator": coordinator if coordinator is not None else self.coordinator,
+            "callbacks": callbacks,
             "rng": capture_rng_state(),
             "data": self.batches.state_dict(),
             "metrics": {"loss": loss, "eval_loss": eval_loss},

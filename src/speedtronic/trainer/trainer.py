@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,12 @@ from torch import nn
 
 from speedtronic.checkpoint import CheckpointManager, RunLock, check
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.errors import ConfigError
+from speedtronic.errors import ConfigError, NonFiniteError
 from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.ranks import Group, SingleProcess
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
+from speedtronic.trainer.callbacks import Callbacks, RunView
 from speedtronic.trainer.compile import Compilation
 from speedtronic.trainer.forward import Forward, batch_size_and_tokens, move_batch
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
@@ -58,11 +59,13 @@ class _Fit:
     saver: CheckpointSaver | None
     coordinator: FullCoordinator | None
     signals: SignalWatch
+    view: RunView
+    show_step: Callable[[int], object]
     evaluated_at: int | None = None
     eval_loss: float | None = None
 
     def wants_more(self, step: int) -> bool:
-        return step < self.target and self.signals.received is None
+        return step < self.target and self.signals.received is None and not self.view.stopping
 
 
 class Trainer:
@@ -90,9 +93,12 @@ class Trainer:
         on_lock: called by `fit` as soon as the folders belong to it.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
         shape_report: the result of an earlier startup shape validation; without it `fit` validates.
+        callbacks: objects with some of the methods of `trainer.Callback`, called in this order. Those that a
+            configuration names are built by `build_runtime`.
 
     Raises:
-        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them.
+        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them; or one of
+            the callbacks is none.
         DeviceError: the device does not exist here.
     """
 
@@ -117,6 +123,7 @@ class Trainer:
         on_lock: Callable[[], None] | None = None,
         metadata: Mapping[str, Any] | None = None,
         shape_report: ShapeReport | None = None,
+        callbacks: Iterable[object] = (),
     ) -> None:
         refuse_unsupported(optimizer, scheduler)
         config = SpeedtronicConfig() if config is None else config
@@ -139,6 +146,7 @@ class Trainer:
         self.step = start_step
         self._group: Group = SingleProcess()
         self._evaluator = evaluator
+        self._callbacks = Callbacks(callbacks, warn=self.logger.warning)
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
@@ -175,7 +183,8 @@ class Trainer:
         """Train until the global step reaches the target, and return what happened.
 
         The target is `max_steps`, else the constructor's, else the config's; a run that is already past it trains
-        nothing. Ctrl-C, SIGTERM and SIGHUP finish the current step and end the run with a checkpoint.
+        nothing. Ctrl-C, SIGTERM and SIGHUP finish the current step and end the run with a checkpoint. What a callback
+        raises ends it too, after a checkpoint that was due.
 
         Raises:
             ConfigError: the target is not positive or further than the scheduler reaches, or `optimizer.ema` is on and
@@ -191,9 +200,11 @@ class Trainer:
             self._skip_finished_work(fit)
             self._state.start_average(self)
             self._announce(fit)
+            self._start_callbacks(fit)
+            fit.reporter.begin()
             while fit.wants_more(self.step):
                 if self._train_step(fit):
-                    self._evaluate_and_save_if_due(fit)
+                    self._act_between_steps(fit)
             return self._finish(fit)
 
     train = fit
@@ -225,9 +236,12 @@ class Trainer:
             saver = CheckpointSaver(manager, self.logger, background=self.config.checkpoint.background)
             stack.callback(saver.close)
         utilisation = flop_utilisation(self.model, self.device, self.precision.dtype, self.config.data.block_size)
+        target = max(self.step, requested)
+        # A user's own logger may have no cadence; then every step is logged.
+        every = getattr(self.logger, "every_steps", 1)
         self._fit = fit = _Fit(
             first_step=self.step,
-            target=max(self.step, requested),
+            target=target,
             updater=Updater(
                 self.model,
                 compilation=self._compilation,
@@ -239,12 +253,20 @@ class Trainer:
                 config=self.config,
                 logger=self.logger,
             ),
-            # A user's own logger may have no cadence; then every step is logged.
-            readback=Readback(self.device, getattr(self.logger, "every_steps", 1)),
-            reporter=StepReporter(self.logger, self._state.counters, self.device, utilisation),
+            readback=Readback(self.device, every),
+            reporter=StepReporter(
+                self.logger, self._state.counters, self.device, utilisation, target=target, every=every
+            ),
             saver=saver,
             coordinator=with_defaults(self.coordinator, self.config) if self.coordinator is not None else None,
             signals=stack.enter_context(SignalWatch()),
+            view=RunView(
+                self,
+                target=target,
+                evaluate=None if self._evaluator is None else self._evaluate_now,
+                can_save=saver is not None,
+            ),
+            show_step=getattr(self.logger, "show_step", lambda step: None),
         )
         stack.callback(self._leave)
         return fit
@@ -290,6 +312,13 @@ class Trainer:
             },
         )
 
+    def _start_callbacks(self, fit: _Fit) -> None:
+        # The average has started by now: a callback may freeze weights again that were averaged before the checkpoint.
+        self._callbacks.restore(self.logger)
+        self._callbacks.call("on_train_start", fit.view)
+        if fit.view.saving:
+            self._save(fit)
+
     # ------------------------------------------------------------------ one global step
 
     def _train_step(self, fit: _Fit) -> bool:
@@ -333,7 +362,9 @@ class Trainer:
             bad=bad,
             at=time.perf_counter(),
         )
+        fit.view.note_update(update)
         self._report(fit, fit.readback.add(update))
+        fit.show_step(self.step)
         self._skip_finished_work(fit)
         return True
 
@@ -379,23 +410,33 @@ class Trainer:
         self.step = step - 1
         raise nonfinite_error(step, loss=loss, norm=norm)
 
-    def _evaluate_and_save_if_due(self, fit: _Fit) -> None:
-        """Evaluate first, so that a checkpoint of this step has its loss. It is written even if that fails."""
-        if not fit.wants_more(self.step):
-            self._hand_over(fit)
-        every = self.config.eval.every_steps
-        evaluates = every is not None and self.step % every == 0
-        if evaluates:
-            # A step that is not finite raises here, so that nothing below saves it.
-            self._settle()
+    def _act_between_steps(self, fit: _Fit) -> None:
+        """Let the callbacks act, evaluate, and save: a checkpoint holds what the others did and measured.
+
+        It is written even if one of them fails.
+        """
         try:
-            if evaluates:
+            self._callbacks.call("on_step_end", fit.view)
+            if not fit.wants_more(self.step):
+                self._hand_over(fit)
+            every = self.config.eval.every_steps
+            if every is not None and self.step % every == 0:
                 self._evaluate(fit)
-        finally:
-            if fit.saver is not None:
-                fit.saver.poll()
-                if fit.saver.due(self.step):
-                    self._save(fit.saver)
+        except NonFiniteError:
+            # An update was found to be not finite when its numbers were read. Nothing of it is saved.
+            raise
+        except BaseException:
+            self._save_if_due(fit)
+            raise
+        self._save_if_due(fit)
+
+    def _save_if_due(self, fit: _Fit) -> None:
+        if fit.saver is None:
+            return
+        fit.saver.poll()
+        self._tell_of_checkpoints(fit)
+        if fit.saver.due(self.step) or fit.view.saving:
+            self._save(fit)
 
     def _hand_over(self, fit: _Fit) -> None:
         if fit.coordinator is not None:
@@ -404,21 +445,42 @@ class Trainer:
             fit.coordinator.hand_over()
 
     def _evaluate(self, fit: _Fit) -> None:
-        if self._evaluator is None or fit.evaluated_at == self.step:
-            return
+        """Evaluate this step, unless that has been done."""
+        if self._evaluator is not None and fit.evaluated_at != self.step:
+            self._evaluate_now()
+
+    def _evaluate_now(self) -> Mapping[str, Any] | None:
+        fit, evaluator = self._fit, self._evaluator
+        if fit is None or evaluator is None:
+            raise RuntimeError("the fit that this view belongs to has ended")
+        # A step that is not finite raises here.
         self._settle()
         averaged = self.averaged_model
         model = self.model if averaged is None else averaged
-        numbers = self._evaluator(model, lambda: fit.signals.received is not None)
+        with fit.reporter.evaluating():
+            numbers = evaluator(model, lambda: fit.signals.received is not None)
         if numbers is not None:
             fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
             self.logger.emit("eval", {"step": self.step, **numbers})
+            fit.view.evaluation = numbers
+            self._callbacks.call("on_eval_end", fit.view)
+        return numbers
 
-    def _save(self, saver: CheckpointSaver) -> None:
-        if not saver.holds(self.step):
+    def _save(self, fit: _Fit) -> None:
+        """Save this step, unless that has been done and no callback asks for it again."""
+        assert fit.saver is not None
+        if fit.view.saving or not fit.saver.holds(self.step):
             # A step that is not finite raises here, so that it never becomes a checkpoint.
             self._settle()
-            saver.save(self.step, self.state_dict())
+            fit.view.saving = False
+            fit.saver.save(self.step, self.state_dict())
+            self._tell_of_checkpoints(fit)
+
+    def _tell_of_checkpoints(self, fit: _Fit) -> None:
+        """Tell the callbacks of the checkpoints that have become durable."""
+        while fit.saver is not None and fit.saver.finished:
+            fit.view.checkpoint = fit.saver.finished.pop(0)
+            self._callbacks.call("on_checkpoint", fit.view)
 
     def _finish(self, fit: _Fit) -> TrainResult:
         """Evaluate and save a last time, and say what the run came to."""
@@ -429,9 +491,10 @@ class Trainer:
             if self.config.eval.at_end and made_progress and fit.signals.received is None:
                 self._evaluate(fit)
         finally:
-            if fit.saver is not None and made_progress:
-                self._save(fit.saver)
-                fit.saver.wait()
+            self._save_the_last(fit, made_progress=made_progress)
+        # After the last checkpoint: a longer run that resumes from it is to continue as if this one had not ended.
+        self._callbacks.call("on_train_end", fit.view)
+        self._save_the_last(fit, made_progress=False)
         if (signal := fit.signals.received) is not None:
             self.logger.emit("interrupted", {"step": self.step, "signal": signal.name})
         result = TrainResult(
@@ -458,6 +521,13 @@ class Trainer:
         )
         return result
 
+    def _save_the_last(self, fit: _Fit, *, made_progress: bool) -> None:
+        """Save, if there is something new or a callback has asked for it, and wait until it is durable."""
+        if fit.saver is not None and (made_progress or fit.view.saving):
+            self._save(fit)
+            fit.saver.wait()
+            self._tell_of_checkpoints(fit)
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
@@ -465,10 +535,17 @@ class Trainer:
         self._settle()
         fit = self._fit
         if fit is None:
-            return self._state.tree(self, scaler=self._state.scaler, loss=None, eval_loss=None)
+            return self._state.tree(
+                self,
+                scaler=self._state.scaler,
+                callbacks=self._callbacks.state_dict(),
+                loss=None,
+                eval_loss=None,
+            )
         return self._state.tree(
             self,
             scaler=fit.updater.scaler.state_dict(),
+            callbacks=self._callbacks.state_dict(),
             loss=fit.reporter.final_loss,
             eval_loss=fit.eval_loss if fit.evaluated_at == self.step else None,
         )
@@ -476,16 +553,17 @@ class Trainer:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpointed state.
 
-        Model, average, optimizer, scheduler, counters, data position and RNG are restored at once; scaler and
-        coordinator when `fit` starts them. The saved precision and config are informational. Only model, optimizer and
-        counters must be there: a part that the state lacks stays as it is. Without a saved average, the average starts
-        with the saved weights.
+        Model, average, optimizer, scheduler, counters, data position and RNG are restored at once; scaler,
+        coordinator and callbacks when `fit` starts them. The saved precision and config are informational. Only model,
+        optimizer and counters must be there: a part that the state lacks stays as it is. Without a saved average, the
+        average starts with the saved weights.
 
         Raises:
             CheckpointError: the state does not fit this model, optimizer or data; the tensors are named.
             ConfigError: `optimizer.ema` is on and the model cannot be copied.
         """
         self._state.load(self, state)
+        self._callbacks.load_state_dict(state.get("callbacks"))
 
 
 TrainingEngine = Trainer

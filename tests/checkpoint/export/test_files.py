@@ -18,7 +18,7 @@ from speedtronic.checkpoint.export.files import (
     ExportError,
     HuggingFaceTokenizer,
     SavedModel,
-    export_llama,
+    export_hugging_face,
     export_safetensors,
     open_model,
 )
@@ -54,7 +54,7 @@ def saved(tmp_path: Path) -> SavedModel:
 
 
 def llama(model: SavedModel, target: Path, **options: Any) -> Path:
-    return export_llama(model, target, norm_eps=NORM_EPS, **{"tokenizer": None, **options})
+    return export_hugging_face(model, target, norm_eps=NORM_EPS, **{"tokenizer": None, **options})
 
 
 # --- one file ---
@@ -251,6 +251,17 @@ def test_a_folder_has_what_a_llama_needs(saved: SavedModel, tmp_path: Path) -> N
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in weights
     assert weights["model.embed_tokens.weight"].shape == (40, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_normalised_heads_have_norms_with_weights_of_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    config = config_of(qk_norm=True)
+    folder = llama(open_model(save(tmp_path / "c", built(config), config)), tmp_path / "hf", dtype=dtype)
+    weights = load_file(folder / "model.safetensors")
+    norms = {name: tensor for name, tensor in weights.items() if "q_norm" in name or "k_norm" in name}
+    assert len(norms) == 4
+    assert all(torch.equal(tensor, torch.ones(8, dtype=dtype)) for tensor in norms.values())
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
 
 
 def test_a_folder_without_a_tokenizer_has_no_file_for_one(saved: SavedModel, tmp_path: Path) -> None:

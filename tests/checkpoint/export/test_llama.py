@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from speedtronic.checkpoint.export.llama import from_llama, llama_config, reference_model, reference_names, to_llama
+from speedtronic.checkpoint.export.llama import (
+    from_llama,
+    hugging_face_config,
+    reference_model,
+    reference_names,
+    to_llama,
+    weights_of_ones,
+)
 from speedtronic.config import ModelConfig
 from speedtronic.errors import CheckpointError
 from speedtronic.model import GPTConfig, ReferenceTransformer
@@ -24,7 +31,7 @@ def shapes_of(model: ReferenceTransformer) -> dict[str, list[int]]:
 
 def config_of(section: ModelConfig, **changes: Any) -> dict[str, Any]:
     shapes = shapes_of(build_reference_transformer(section))
-    return llama_config(section, shapes, norm_eps=NORM_EPS, token_id=0, dtype="float32") | changes
+    return hugging_face_config(section, shapes, norm_eps=NORM_EPS, token_id=0, dtype="float32") | changes
 
 
 @pytest.mark.parametrize("section", [GROUPED, UNTIED])
@@ -75,10 +82,25 @@ def test_the_configuration_has_the_sizes_of_the_model() -> None:
     assert not config_of(UNTIED)["tie_word_embeddings"]
 
 
-def test_options_that_no_llama_has_are_refused_by_name() -> None:
-    section = ModelConfig(qk_norm=True, ngram_order=3)
-    with pytest.raises(CheckpointError, match=r"nothing like model\.qk_norm and model\.ngram_order: export as"):
-        llama_config(section, {}, norm_eps=NORM_EPS, token_id=None, dtype="float32")
+def test_an_option_that_no_model_has_is_refused_by_name() -> None:
+    section = ModelConfig(ngram_order=3)
+    with pytest.raises(CheckpointError, match=r"model\.ngram_order is 3, .*; export it with --format safetensors"):
+        hugging_face_config(section, {}, norm_eps=NORM_EPS, token_id=None, dtype="float32")
+
+
+def test_a_model_with_normalised_heads_is_a_qwen3_whose_norms_have_weights_of_one() -> None:
+    section = GROUPED.model_copy(update={"qk_norm": True})
+    config = config_of(section)
+    assert (config["model_type"], config["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
+    assert (config["head_dim"], config["rms_norm_eps"]) == (6, NORM_EPS)
+    assert weights_of_ones(section) == {
+        "model.layers.0.self_attn.q_norm.weight": (6,),
+        "model.layers.0.self_attn.k_norm.weight": (6,),
+        "model.layers.1.self_attn.q_norm.weight": (6,),
+        "model.layers.1.self_attn.k_norm.weight": (6,),
+    }
+    assert config_of(GROUPED)["model_type"] == "llama"
+    assert weights_of_ones(GROUPED) == {}
 
 
 def test_tensors_of_another_model_are_all_listed() -> None:
@@ -87,7 +109,7 @@ def test_tensors_of_another_model_are_all_listed() -> None:
     shapes["transformer.h.1.attn.k_proj.weight"] = [36, 36]
     shapes["transformer.h.1.attn.gate.weight"] = [1]
     with pytest.raises(CheckpointError) as error:
-        llama_config(GROUPED, shapes, norm_eps=NORM_EPS, token_id=None, dtype="float32")
+        hugging_face_config(GROUPED, shapes, norm_eps=NORM_EPS, token_id=None, dtype="float32")
     assert "transformer.norm.weight is missing" in str(error.value)
     assert "transformer.h.1.attn.k_proj.weight has shape (36, 36) instead of (12, 36)" in str(error.value)
     assert "transformer.h.1.attn.gate.weight is not in the reference transformer" in str(error.value)

@@ -1,4 +1,4 @@
-"""A checkpoint's weights for other programs: a plain safetensors file, or a Hugging Face folder of a Llama.
+"""A checkpoint's weights for other programs: a plain safetensors file, or a Hugging Face folder.
 
 If the run kept an average of the weights (`optimizer.ema`), the average is exported, because it was evaluated.
 
@@ -15,11 +15,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from speedtronic.checkpoint.export.llama import MODEL_NAMES, llama_config, to_llama
+from speedtronic.checkpoint.export.llama import MODEL_NAMES, hugging_face_config, to_llama, weights_of_ones
 from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest, reading
 from speedtronic.checkpoint.snapshot import check_files, read_trees, saved_parts, stored_average
 from speedtronic.config import ModelConfig
@@ -148,7 +149,7 @@ def export_safetensors(
     return file
 
 
-def export_llama(
+def export_hugging_face(
     model: SavedModel,
     target: str | os.PathLike[str],
     *,
@@ -158,7 +159,7 @@ def export_llama(
     replace: bool = False,
     fs: FileSystem | None = None,
 ) -> Path:
-    """Write a Hugging Face folder of the reference transformer. `transformers` loads it as a Llama.
+    """Write a Hugging Face folder of the reference transformer. `transformers` loads it as a Llama or a Qwen3.
 
     Args:
         target: the folder. An existing one must be empty or, with `replace`, hold nothing but an earlier export.
@@ -179,7 +180,7 @@ def export_llama(
     with _writing(folder):
         recover(fs, folder)
         _check_replaceable_folder(folder, replace)
-    files = _llama_files(fs, model, norm_eps, tokenizer, dtype)
+    files = _hugging_face_files(fs, model, norm_eps, tokenizer, dtype)
     with _writing(folder), temporary_beside(fs, folder) as temporary:
         fs.make_directory(temporary)
         for name, chunks in files.items():
@@ -219,10 +220,10 @@ def _check_average(average: Mapping[str, StoredTensor], header: TensorHeader) ->
         raise CheckpointError(f"the averaged weights (optimizer.ema) are not those of its model: {foreign[0]!r}")
 
 
-# ---------------------------------------------------------------------- a Llama
+# ---------------------------------------------------------------------- a Hugging Face folder
 
 
-def _llama_files(
+def _hugging_face_files(
     fs: FileSystem,
     model: SavedModel,
     norm_eps: float,
@@ -232,26 +233,28 @@ def _llama_files(
     section = _reference_section(model)
     places = model.header.places
     dtypes = {_target_dtype(place, dtype) for place in places}
-    if len(dtypes) > 1:
-        raise CheckpointError("its weights are of several dtypes, and a Llama's are of one; choose it with --dtype")
+    if len(dtypes) != 1:
+        raise CheckpointError(
+            "its weights are of several dtypes, which a Hugging Face model has not; choose one with --dtype"
+        )
+    (of_weights,) = dtypes
     with reading(model.path):
-        config = llama_config(
+        config = hugging_face_config(
             section,
             {place.name: place.shape for place in places},
             norm_eps=norm_eps,
             token_id=tokenizer and tokenizer.separator_id,
-            dtype=str(dtypes.pop()).removeprefix("torch."),
+            dtype=str(of_weights).removeprefix("torch."),
         )
     token_ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    names = to_llama(place.name for place in places)
+    ones = {name: torch.ones(shape, dtype=of_weights) for name, shape in weights_of_ones(section).items()}
     files: dict[str, Iterable[bytes | memoryview]] = {
-        WEIGHTS: _stream(fs, model, to_llama(place.name for place in places), {"format": "pt"}, dtype),
+        WEIGHTS: _stream(fs, model, names, {"format": "pt"}, dtype, ones),
         CONFIG: [_json(config)],
         GENERATION_CONFIG: [_json({"_from_model_config": True, **token_ids})],
     }
-    if tokenizer is not None and tokenizer.json is not None:
-        files[TOKENIZER] = [tokenizer.json.encode()]
-        files[TOKENIZER_CONFIG] = [_json(_tokenizer_config(tokenizer.json, tokenizer.separator_id, section))]
-    return files
+    return files | _tokenizer_files(tokenizer, section.max_seq_len)
 
 
 def _reference_section(model: SavedModel) -> ModelConfig:
@@ -268,17 +271,22 @@ def _reference_section(model: SavedModel) -> ModelConfig:
         raise CheckpointError(f"{model.path}: its configuration cannot be used: {error}") from error
 
 
-def _tokenizer_config(text: str, separator_id: int, model: ModelConfig) -> dict[str, Any]:
-    """The contents of `tokenizer_config.json`: use `tokenizer.json` as it is, and not the tokenizer of a Llama."""
-    tokens = {token["id"]: token["content"] for token in json.loads(text)["added_tokens"]}
-    separator = tokens[separator_id]
-    return {
+def _tokenizer_files(
+    tokenizer: HuggingFaceTokenizer | None, longest: int | None
+) -> dict[str, Iterable[bytes | memoryview]]:
+    """The tokenizer as it is, with what keeps `transformers` from taking that of the model's kind instead."""
+    if tokenizer is None or tokenizer.json is None:
+        return {}
+    tokens = {token["id"]: token["content"] for token in json.loads(tokenizer.json)["added_tokens"]}
+    separator = tokens[tokenizer.separator_id]
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": separator,
         "eos_token": separator,
-        "model_max_length": model.max_seq_len,
         "clean_up_tokenization_spaces": False,
+        **({} if longest is None else {"model_max_length": longest}),
     }
+    return {TOKENIZER: [tokenizer.json.encode()], TOKENIZER_CONFIG: [_json(config)]}
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
@@ -294,18 +302,22 @@ def _stream(
     names: Mapping[str, str],
     metadata: Mapping[str, str],
     dtype: torch.dtype | None,
+    further: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file with the model's tensors under new names."""
+    """The bytes of a safetensors file with the model's tensors under new names, and further ones."""
     tensors = model.tensors()
     places = {names[place.name]: place for place in model.header.places}
     outlines = {
         name: torch.empty(place.shape, dtype=_target_dtype(place, dtype), device="meta")
         for name, place in places.items()
-    }
+    } | dict(further)
     yield safetensors_header(outlines, metadata)
     with reading(model.path), ExitStack() as stack:
         files = {path: stack.enter_context(fs.open(path)) for path in sorted({s.file for s in tensors.values()})}
         for name in file_order(outlines):
+            if name in further:
+                yield bytes_of(further[name])
+                continue
             own_name = places[name].name
             stored = tensors[own_name]
             file = files[stored.file]

@@ -3,6 +3,9 @@
 Both models store heads one after another and turn the pairs `(x[i], x[i + E/2])` of a head by the same angles. So every
 tensor of one is a tensor of the other under another name, and nothing is permuted.
 
+With `model.qk_norm` it is a Qwen3: a Llama that normalises the queries and keys of each head before it turns them. Its
+norms have weights, which are ones here.
+
 Legend: `D` width, `E` head width, `F` feed-forward width, `V` vocabulary.
 """
 
@@ -60,10 +63,10 @@ def from_llama(names: Iterable[str]) -> dict[str, str]:
     return _renamed(kept, _TOP_BACK, _THEIRS, _BLOCK_BACK, "transformer.h", "a Llama without biases")
 
 
-def llama_config(
+def hugging_face_config(
     model: ModelConfig, shapes: Mapping[str, Sequence[int]], *, norm_eps: float, token_id: int | None, dtype: str
 ) -> dict[str, Any]:
-    """The contents of `config.json` for a reference transformer.
+    """The contents of `config.json` for a reference transformer: a Llama, or with `qk_norm` a Qwen3.
 
     Args:
         model: the section that it was built from.
@@ -73,12 +76,11 @@ def llama_config(
         dtype: of the weights, as torch names it: `float32`.
 
     Raises:
-        CheckpointError: the section has an option that no Llama has; or these are not the tensors of its reference
+        CheckpointError: the section has an option that neither has; or these are not the tensors of its reference
             transformer, and every difference is listed.
     """
-    foreign = {"model.qk_norm": model.qk_norm, "model.ngram_order": model.ngram_order > 1}
-    if options := [key for key, is_on in foreign.items() if is_on]:
-        raise CheckpointError(f"a Llama has nothing like {' and '.join(options)}: export as safetensors")
+    if (problem := model.without_hugging_face_form) is not None:
+        raise CheckpointError(f"{problem}; export it with --format safetensors")
     gate = shapes.get("transformer.h.0.mlp.gate_proj.weight", [0])
     problems = list(_differences(_expected_shapes(model, gate[0], tied=_HEAD not in shapes), shapes))
     if problems:
@@ -87,8 +89,7 @@ def llama_config(
             + "\n  ".join(problems)
         )
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **(_qwen3_part(model) if model.qk_norm else _LLAMA_PART),
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
         "intermediate_size": gate[0],
@@ -102,7 +103,6 @@ def llama_config(
         "tie_word_embeddings": _HEAD not in shapes,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": token_id,
@@ -114,6 +114,28 @@ def llama_config(
         "torch_dtype": dtype,
         "dtype": dtype,
     }
+
+
+_LLAMA_PART: Mapping[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+
+
+def _qwen3_part(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": model.n_layer,
+        "layer_types": ["full_attention"] * model.n_layer,
+    }
+
+
+def weights_of_ones(model: ModelConfig) -> dict[str, tuple[int]]:
+    """Names and shapes of the tensors that the Hugging Face form has besides ours, and that are ones."""
+    if not model.qk_norm:
+        return {}
+    norms = [f"model.layers.{layer}.self_attn.{norm}_norm.weight" for layer in range(model.n_layer) for norm in "qk"]
+    return dict.fromkeys(norms, (model.d_model // model.n_head,))
 
 
 def reference_model(config: Mapping[str, Any], *, norm_eps: float) -> ModelConfig:

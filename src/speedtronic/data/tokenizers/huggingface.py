@@ -27,6 +27,7 @@ SEPARATORS = (
     "<|eos|>",
     "<|im_end|>",
     "[SEP]",
+    "\0",
 )
 """Names of the token that ends a text. The first one among a tokenizer's added tokens is its separator."""
 
