@@ -13,7 +13,7 @@ PYTEST := $(BIN)/pytest -n logical --dist loadfile
 
 demo: $(READY)  ## train the quickstart model on Python's own library and let it write
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
-	$(BIN)/speedtronic train examples/quickstart.yaml
+	$(BIN)/speedtronic train examples/quickstart.yaml --overwrite
 	$(BIN)/speedtronic generate examples/quickstart.yaml --prompt "def " --max-tokens 400 --seed 5
 	@printf '%s\n' '' 'Next, after `source $(BIN)/activate`:' \
 	  '  speedtronic generate examples/quickstart.yaml --prompt "class " --temperature 0.7' \

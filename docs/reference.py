@@ -207,7 +207,7 @@ def _events() -> str:
     head = [
         "## Events",
         "",
-        "What `MetricLogger.emit` sends to the sinks and hooks. A JSON line has besides them `event`,",
+        "What `MetricLogger.emit` sends to the sinks and hooks. A JSON line has besides them `event`, `run_id`,",
     ]
     head += ["`elapsed_s` and `time`.", "", "| event | when | keys |", "|---|---|---|"]
     return "\n".join([*head, *rows, ""])
