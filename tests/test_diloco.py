@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.distributed import DumbDiLoCoCoordinator
 from speedtronic.distributed.delta import DeltaHeader, read_header
+from speedtronic.distributed.master import per_step
 from speedtronic.distributed.outer import MasterOuterLoop
 from speedtronic.distributed.schema import Schema, snapshot
 from speedtronic.errors import RunLockedError, StoreUnavailableError
@@ -144,10 +145,26 @@ def test_a_configured_node_trains_with_the_store_and_sends_all_its_steps(tmp_pat
     master_of(config)
     assert train_from_config(config).steps == 12
     assert [(header.steps, header.position) for header in deltas_of(tmp_path)] == [
-        (5, (5, 20, 20)),
-        (5, (10, 40, 40)),
-        (2, (12, 48, 48)),
+        (5, (5, 20, 0)),
+        (5, (10, 40, 0)),
+        (2, (12, 48, 0)),
     ]
+
+
+@pytest.mark.parametrize("size", [64, 4])
+def test_a_delta_of_batches_without_tokens_weighs_by_their_samples(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = [{"x": torch.tensor([number / 64]), "y": torch.tensor([1.0])} for number in range(64)]
+    module = ModuleType("numbered")
+    module.make = lambda config: features  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "numbered", module)
+    config = config_of(tmp_path)
+    config["data"] |= {"micro_batch_size": size, "target_batch_size": size}
+    config["run"]["max_steps"] = 2
+    master_of(config)
+    train_from_config(config)
+    assert [per_step(header) for header in deltas_of(tmp_path)] == [size]
 
 
 def test_the_events_of_a_master_and_its_node_have_the_documented_keys(tmp_path: Path, data: Numbered) -> None:

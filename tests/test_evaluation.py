@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from speedtronic.checkpoint import capture_rng_state
 from speedtronic.errors import DataError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.precision import resolve_precision
+from speedtronic.trainer.loss import loss_by_name
 
 CPU = torch.device("cpu")
 
@@ -54,6 +56,109 @@ def test_batches_without_labels_weigh_by_their_samples() -> None:
 
     numbers = evaluator([{"inputs": torch.ones(3, 2)}, {"inputs": torch.full((1, 2), 5.0)}])(Mean())
     assert numbers["loss"] == pytest.approx(2.0)
+
+
+class Regressor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        predicted: Tensor = self.linear(x)
+        return predicted if y is None else ((predicted - y) ** 2).mean()
+
+
+def in_batches(x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
+    return [{"x": a, "y": b} for a, b in zip(x.split(5), y.split(5), strict=True)]
+
+
+def test_samples_of_any_layout_count_alike_where_the_last_batch_is_short() -> None:
+    """23 samples in batches of 5; counted as one sample each, the last three would weigh as much as five."""
+    model, x = Regressor(), torch.randn(23, 3)
+    y = torch.arange(23.0).unsqueeze(1) ** 2
+    right = model(x, y).item()
+    batches = in_batches(x, y)
+    mean_of_means = sum(model(**batch).item() for batch in batches) / 5
+    assert abs(mean_of_means - right) > 0.01 * right
+    numbers = evaluator(batches)(model)
+    assert (numbers["loss"], numbers["targets"]) == (pytest.approx(right), 23)
+    pairs = [((batch["x"],), batch["y"]) for batch in batches]
+    nested = evaluator(pairs, loss_fn=lambda output, batch: ((output - batch[1]) ** 2).mean())
+
+    class Nested(Regressor):
+        def forward(self, x: Any, y: Any = None) -> Tensor:
+            return super().forward(x[0])
+
+    assert nested(Nested())["loss"] == pytest.approx(right)
+
+
+def test_a_floating_target_of_minus_100_is_a_target() -> None:
+    """With batches weighed by the targets that are not -100.0, most of this loss would be left out."""
+    model, x = Regressor(), torch.randn(12, 3)
+    y = torch.full((12, 1), -100.0)
+    y[::5] = 1.0
+    right = ((model(x) - y) ** 2).mean().item()
+    batches = [{"x": a, "labels": b} for a, b in zip(x.split(5), y.split(5), strict=True)]
+    assert evaluator(batches, loss_fn=loss_by_name("mse"))(model)["loss"] == pytest.approx(right)
+    pairs = [(batch["x"], batch["labels"]) for batch in batches]
+    assert evaluator(pairs)(model)["loss"] == pytest.approx(right)
+
+
+def test_a_batch_without_a_target_has_no_weight_even_if_its_loss_is_nan() -> None:
+    """A model that returns its own mean: of three batches, the middle one has no target."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(11, 11)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.embed(input_ids).flatten(0, 1), labels.flatten())
+
+    model, ids = Mean(), torch.arange(24).view(6, 4) % 11
+    labels = (ids + 1) % 11
+    labels[2:4] = -100
+    labels[0, 1:] = -100
+    right = model(ids, labels).item()
+    batches = [{"input_ids": a, "labels": b} for a, b in zip(ids.split(2), labels.split(2), strict=True)]
+    assert model(**batches[1]).isnan()
+    numbers = evaluator(batches)(model)
+    assert numbers["loss"] == pytest.approx(right)
+    assert (numbers["targets"], numbers["batches"]) == (13, 3)
+
+
+def test_a_loss_that_is_nan_at_a_target_is_nan() -> None:
+    class Broken(nn.Module):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return torch.tensor(float("nan"))
+
+    assert math.isnan(evaluator([batch(1, 2), batch(1, -100)])(Broken())["loss"])
+
+
+def test_what_looks_wrong_is_said_once_in_all_evaluations() -> None:
+    class Graph(nn.Module):
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            return torch.ones(2, 3)
+
+    said: list[str] = []
+    evaluate = evaluator([{"x": torch.zeros(2, 3), "edges": torch.zeros(9)}], warn=said.append)
+    for _ in range(2):
+        evaluate(Graph())
+    assert [message.split()[1] for message in said] == ["tensors", "model"]
+
+
+def test_losses_of_each_label_are_averaged_over_the_targets() -> None:
+    class Each(nn.Module):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return input_ids.float()
+
+    batches = [
+        {"input_ids": torch.tensor([[1, 2, 9]]), "labels": torch.tensor([[1, 1, -100]])},
+        {"input_ids": torch.tensor([[3, 9, 9]]), "labels": torch.tensor([[1, -100, -100]])},
+    ]
+    assert evaluator(batches)(Each())["loss"] == pytest.approx((1 + 2 + 3) / 3)
 
 
 def test_only_the_asked_number_of_batches_is_read() -> None:

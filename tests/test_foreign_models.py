@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speedtronic.cli import main
 from speedtronic.config import load_config
 from speedtronic.errors import CheckpointError
 from speedtronic.registry import registry
@@ -197,3 +199,31 @@ def test_gradient_checkpointing_recomputes_and_changes_no_number(
     result = trainer.fit()
     assert len(calls) == 2 * 4
     assert [r["loss"] for r in result.metrics] == pytest.approx([r["loss"] for r in plain.metrics], abs=1e-6)
+
+
+# ---------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_model_is_exported_by_its_own_save_pretrained(
+    kind: str, plugin: str, tmp_path: Path, transformers: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = as_yaml(tmp_path, "run", kind, plugin, run={"max_steps": 3})
+    trainer, _ = build_runtime(path)
+    trainer.fit()
+    (ids, _) = sequences(2)
+    with torch.no_grad():
+        expected = trainer.model.eval()(input_ids=ids).logits
+
+    for run, folder in ((path, tmp_path / "hf"), (tmp_path / "run", tmp_path / "again")):
+        assert main(["checkpoints", "export", str(run), "--out", str(folder), "--format", "huggingface"]) == 0
+        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(report.values()), report
+        assert type(theirs) is type(trainer.model)
+        with torch.no_grad():
+            torch.testing.assert_close(theirs.eval()(input_ids=ids).logits, expected, rtol=0, atol=0)
+
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "alone")
+    other = str(tmp_path / "other")
+    assert main(["checkpoints", "export", str(tmp_path / "alone"), "--out", other, "--format", "huggingface"]) == 2
+    assert "name the run's folder or YAML" in capsys.readouterr().err

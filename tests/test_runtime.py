@@ -6,8 +6,10 @@ import inspect
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +319,127 @@ def test_a_dataset_is_found_in_the_configs_own_folder_too(tmp_path: Path, monkey
         encoding="utf-8",
     )
     assert train_from_config(as_yaml(tiny(tmp_path, data={"dataset": "data_of_a_test:make"}), tmp_path)).steps == 4
+
+
+OWN = """
+import torch
+from speedtronic import register_model
+
+
+@register_model("own-classifier")
+def classifier(config):
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+@register_model("own-lazy")
+def lazy(config):
+    return torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.Tanh(), torch.nn.LazyLinear(2))
+
+
+class Named(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+
+    def forward(self, image, label=None):
+        return self.linear(image)
+
+
+register_model("own-named", Named)
+
+
+def items(count):
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
+    return x, (x.sum(-1) > 0).long()
+
+
+def pairs(data):
+    held_out = list(zip(*items(23)))
+    return list(zip(*items(40))), held_out
+
+
+def mappings(data):
+    return [{"image": x, "label": y} for x, y in zip(*items(40))]
+
+
+def focal(output, batch):
+    chosen = output.log_softmax(-1).gather(-1, batch["label"][:, None])
+    return -((1 - chosen.exp()) * chosen).mean()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes a configuration beside a module of a user's own, `own_<name of the folder>`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    module = f"own_{abs(hash(tmp_path))}"
+    (tmp_path / f"{module}.py").write_text(OWN, encoding="utf-8")
+
+    def write(model: str, data: str, **keys: Any) -> Path:
+        sizes = {"dataset": f"{module}:{data}", "micro_batch_size": 5, "target_batch_size": 5}
+        loss = {key: value.replace("OWN", module) for key, value in keys.items() if key == "loss"}
+        config = tiny(tmp_path, plugins=[module], model={"name": model}, data=sizes, optimizer={"lr": 0.05}, **loss)
+        return as_yaml(config, tmp_path)
+
+    return write
+
+
+def test_a_plain_module_trains_and_is_evaluated_by_a_named_loss(own: Callable[..., Path]) -> None:
+    config = load_config(own("own-classifier", "pairs", loss="cross_entropy"), ["run.max_steps=60"])
+    trainer, _ = build_runtime(config)
+    result = trainer.fit()
+    assert result.samples == 300
+    assert result.tokens == 0
+    x, y = sys.modules[config.plugins[0]].items(23)
+    with torch.no_grad():
+        right = nn.functional.cross_entropy(trainer.model(x), y).item()
+    assert result.eval_loss == pytest.approx(right)
+    assert right < 0.4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_modules_have_their_shapes_before_the_optimizer_is_built(optimizer: str, own: Callable[..., Path]) -> None:
+    config = load_config(own("own-lazy", "pairs", loss="cross_entropy"), [f"optimizer.name={optimizer}"])
+    trainer, _ = build_runtime(config)
+    decayed = {p.ndim for g in trainer.optimizer.param_groups for p in g["params"] if g["weight_decay"]}
+    assert decayed == {2}
+    first = trainer.state_dict()["data"]
+    assert first == build_runtime(config)[0].state_dict()["data"]
+    assert trainer.fit().samples == 20
+
+
+def test_a_loss_of_ones_own_is_found_in_the_configs_own_folder(own: Callable[..., Path]) -> None:
+    assert train_from_config(own("own-named", "mappings", loss="OWN:focal")).samples == 20
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "loss", "said"),
+    [
+        ("own-named", "mappings", {}, r"scores of classes.*set loss"),
+        ("own-classifier", "pairs", {}, r"Sequential.forward\(input\).*set loss"),
+        ("own-classifier", "mappings", {"loss": "cross_entropy"}, "no input: name its columns"),
+        (
+            "own-named",
+            "mappings",
+            {"loss": "cross_entropy"},
+            "has image, label: name the column of the targets 'labels'",
+        ),
+        ("own-named", "mappings", {"loss": "mse"}, "has image, label"),
+        ("own-named", "mappings", {"loss": "OWN:missing"}, "loss: the module .* has no 'missing'"),
+        ("own-named", "mappings", {"loss": "mean"}, "loss: must be cross_entropy, mse, or an importable function"),
+    ],
+)
+def test_what_gives_no_loss_is_one_error_with_the_remedy_and_exit_code_2(
+    model: str, data: str, loss: dict[str, str], said: str, own: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = own(model, data)
+    module = load_config(path).plugins[0]
+    assert main(["train", str(path), *(f"{key}={value.replace('OWN', module)}" for key, value in loss.items())]) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error), error
+    assert "Traceback" not in error
 
 
 def test_a_plugin_that_does_not_exist_is_named_with_the_places(tmp_path: Path) -> None:

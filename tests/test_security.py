@@ -69,7 +69,7 @@ IMPORT_SITES = {
     ("distributed/__init__.py", "__getattr__"): "a table in the same file",
     ("registry.py", "_load"): "what a program registered a model as, which is code already",
     ("runtime.py", "import_plugins"): "plugins in the configuration, which its user wrote",
-    ("registry.py", "import_factory"): "data.dataset and callbacks in the configuration, which its user wrote",
+    ("registry.py", "import_factory"): "data.dataset, loss and callbacks in the configuration, which its user wrote",
 }
 
 

@@ -33,6 +33,10 @@ class DataError(InputError, ValueError):
     """Training data is missing, empty, too short, not valid text, or does not fit the vocabulary."""
 
 
+class ModelError(InputError, TypeError):
+    """A model cannot be called with the batches of the data, or what it returns is no loss."""
+
+
 class DataWorkerError(SpeedtronicError, RuntimeError):
     """A process that loads data has died, most often because memory ran out."""
 

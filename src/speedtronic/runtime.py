@@ -35,12 +35,16 @@ from speedtronic.errors import CheckpointError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.transformer import NORM_EPS
+from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.registry import build_model, import_factory
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
+from speedtronic.trainer.forward import Forward, move_batch
+from speedtronic.trainer.lazy_modules import initialize, uninitialized
+from speedtronic.trainer.loss import loss_by_name
 
 if TYPE_CHECKING:
     from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
@@ -125,6 +129,8 @@ def _build(
         logger.warning(doubt)
 
     model = build_model(settings.model).to(target_device)
+    if uninitialized(model):
+        _initialize_lazy_modules(model, data.train, settings, target_device, precision, logger)
     _check_takes_documents(model, settings)
     if saved is None and settings.run.init_from is not None:
         _load_initial_weights(model, settings.run.init_from, settings, data.tokenizer, logger)
@@ -331,9 +337,29 @@ def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.M
     seed_everything(config.run.seed)
     _configure_torch(config)
     model = build_model(config.model)
+    if lazy := uninitialized(model):
+        raise ConfigError(
+            f"model.name: the model {config.model.name!r} has lazy modules ({', '.join(lazy[:4])}), whose shapes only "
+            "training data would tell; give them their sizes"
+        )
     if config.run.init_from is not None:
         _load_initial_weights(model, config.run.init_from, config, None, logger)
     return model
+
+
+def _initialize_lazy_modules(
+    model: nn.Module,
+    loader: Loader,
+    config: SpeedtronicConfig,
+    device: torch.device,
+    precision: PrecisionPlan,
+    logger: MetricLogger,
+) -> None:
+    """Give lazy modules their shapes by the first batch, before anything asks for the shapes of the weights."""
+    forward = Forward(model, precision, loss_fn=loss_by_name(config.loss), warn=logger.warning)
+    batch = move_batch(next(iter(loader)), device)
+    loader.restart()
+    initialize(model, lambda: forward.call(model, batch))
 
 
 def _load_initial_weights(
@@ -370,7 +396,8 @@ def _load_initial_weights(
 
 
 def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:
-    if config.data.document_mask and "document_ids" not in inspect.signature(model.forward).parameters:
+    signature = forward_signature(model)
+    if config.data.document_mask and signature is not None and "document_ids" not in signature.parameters:
         raise ConfigError(
             f"data.document_mask: the model {config.model.name!r} has no argument document_ids in its forward, which "
             "would keep its attention within a document; set data.document_mask to false, or add the argument"

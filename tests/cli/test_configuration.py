@@ -42,6 +42,14 @@ def test_validate_hides_secrets(form: str, file: str, capsys: pytest.CaptureFixt
     assert "<redacted>" in out
 
 
+def test_validate_says_what_will_have_no_form_elsewhere(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", file, "model.ngram_order=2"]) == 0
+    out, err = capsys.readouterr()
+    assert load_config(out).model.ngram_order == 2
+    assert err.startswith("note: model.ngram_order is 2, ")
+    assert err.endswith("`checkpoints export` will write it as plain safetensors only\n")
+
+
 def test_overrides_go_before_the_file(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", file, "run.max_steps=7", "optimizer.lr=1e-3"]) == 0
     printed = load_config(capsys.readouterr().out)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
-from speedtronic.config.checks import doubts, refuse_what_cannot_be_trained
+from speedtronic.config.checks import doubts, limits, refuse_what_cannot_be_trained
 from tests.support.cases import case
 
 
@@ -99,3 +99,17 @@ def test_a_tokenizer_that_nothing_would_use_is_refused() -> None:
             SpeedtronicConfig(data={"tokenizer": "tokenizer.json", **section})
     for section in ({"text_path": "a.txt"}, {"dataset": "mine:make"}):
         assert SpeedtronicConfig(data={"tokenizer": "tokenizer.json", **section}).data.tokenizer == "tokenizer.json"
+
+
+def test_only_runs_of_tokens_have_no_form_elsewhere() -> None:
+    for section, is_limited in (
+        ({"ngram_order": 3}, True),
+        ({"ngram_order": 3, "name": "gpt"}, True),
+        ({"ngram_order": 3, "name": "mine"}, False),  # the keys of a custom model mean what it makes of them
+        ({"qk_norm": True}, False),
+        ({}, False),
+    ):
+        with case(section):
+            found = limits(SpeedtronicConfig.from_dict({"model": section}))
+            assert len(found) == is_limited
+            assert all("model.ngram_order is 3, and no model of Hugging Face's" in limit for limit in found)

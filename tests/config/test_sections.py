@@ -176,6 +176,7 @@ DEFAULTS = {
         "trusted_nodes": [],
         "robust": "none",
     },
+    "loss": None,
     "compile": False,
     "compile_options": {"mode": None, "dynamic": None, "regional": False},
     "gradient_checkpointing": False,

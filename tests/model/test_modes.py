@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from speedtronic.model import evaluation_mode
+from speedtronic.model.modes import PartsSetApart
 
 
 def test_every_module_gets_its_own_mode_back() -> None:
@@ -19,3 +23,105 @@ def test_modes_come_back_after_an_error() -> None:
     with pytest.raises(KeyError), evaluation_mode(model):
         raise KeyError
     assert model.training
+
+
+class Said:
+    """Keeps what is told, apart by how it is told."""
+
+    def __init__(self) -> None:
+        self.informed: list[str] = []
+        self.warned: list[str] = []
+
+    def parts_of(self, model: nn.Module) -> PartsSetApart:
+        return PartsSetApart(model, inform=self.informed.append, warn=self.warned.append)
+
+
+def backbone_and_head() -> nn.Module:
+    model = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "head": nn.Linear(2, 1)})
+    model["backbone"].requires_grad_(False).eval()
+    return model
+
+
+def trained_parts(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if module.training}
+
+
+def test_a_part_set_apart_stays_in_evaluation_mode_and_that_is_told_once() -> None:
+    said, model = Said(), backbone_and_head()
+    parts = said.parts_of(model)
+    for _ in range(2):
+        parts.train()
+        assert trained_parts(model) == {"", "head"}
+    assert said.informed == ["in evaluation mode while the rest is trained: backbone"]
+    assert said.warned == []
+
+
+def test_what_was_set_apart_is_still_apart_after_the_whole_model_was_evaluated() -> None:
+    said, model = Said(), backbone_and_head()
+    parts = said.parts_of(model)
+    for _ in range(2):
+        model.eval()
+        parts.train()
+        assert trained_parts(model) == {"", "head"}
+
+
+def test_the_user_may_change_which_parts_are_apart() -> None:
+    said, model = Said(), backbone_and_head()
+    parts = said.parts_of(model)
+    parts.train()
+    model.train()
+    model["head"].eval()
+    parts.train()
+    assert trained_parts(model) == {"", "backbone", "backbone.0", "backbone.1"}
+
+
+def test_a_model_in_evaluation_mode_as_a_whole_is_trained_as_a_whole() -> None:
+    said, model = Said(), backbone_and_head().eval()
+    said.parts_of(model).train()
+    assert all(module.training for module in model.modules())
+    assert said.informed == said.warned == []
+
+
+def test_a_part_with_weights_that_are_trained_is_warned_about_since_a_library_may_have_set_it_apart() -> None:
+    said, model = Said(), backbone_and_head().requires_grad_(True)
+    said.parts_of(model).train()
+    assert "backbone" not in trained_parts(model)
+    assert len(said.warned) == 1
+    assert "call train()" in said.warned[0]
+
+
+def test_a_trained_part_of_a_model_in_evaluation_mode_is_warned_about() -> None:
+    said, model = Said(), backbone_and_head().eval()
+    model["head"].train()
+    said.parts_of(model).train()
+    assert all(module.training for module in model.modules())
+    assert len(said.warned) == 1
+    assert "except for head" in said.warned[0]
+
+
+def test_a_model_may_set_parts_apart_in_its_own_train() -> None:
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    model = Frozen(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    Said().parts_of(model).train()
+    assert trained_parts(model) == {"", "0"}
+
+
+def test_the_parts_of_a_wrapped_model_are_those_of_the_module_inside() -> None:
+    inner = backbone_and_head()
+    for model in (nn.DataParallel(inner), torch.compile(inner, backend="eager")):
+        Said().parts_of(model).train()
+        assert trained_parts(inner) == {"", "head"}
+
+
+def test_only_the_outermost_of_many_parts_are_named() -> None:
+    said = Said()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1)) for _ in range(12)), nn.Linear(1, 1))
+    for part in list(model)[:12]:
+        part.eval().requires_grad_(False)
+    said.parts_of(model).train()
+    assert said.informed[0].endswith(": 0, 1, 10, 11 and 8 more parts")

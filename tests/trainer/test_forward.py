@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from speedtronic.errors import ModelError
 from speedtronic.precision import PrecisionPlan, resolve_precision
-from speedtronic.trainer.forward import Forward, batch_size_and_tokens, move_batch
+from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 
 CPU = torch.device("cpu")
 
@@ -47,18 +48,21 @@ def test_tensors_move_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [{"non_blocking": True}] * 2
 
 
+IDS = torch.zeros(2, 5, dtype=torch.long)
+
+
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        ({"input_ids": torch.zeros(2, 5), "inputs": torch.zeros(9, 9)}, (2, 10)),
-        ({"inputs": torch.zeros(3, 4)}, (3, 12)),
-        ((torch.zeros(4, 2), torch.zeros(4)), (4, 8)),
-        ([torch.zeros(6), 1], (6, 6)),
-        ({"input_ids": None, "inputs": torch.zeros(3, 4)}, (3, 12)),
+        ({"input_ids": IDS, "inputs": torch.zeros(9, 9)}, (2, 10)),
+        ({"inputs": IDS}, (2, 10)),
+        ((IDS, torch.zeros(2)), (2, 10)),
+        ([IDS[0], 1], (5, 5)),
+        ({"input_ids": None, "inputs": IDS.int()}, (2, 10)),
         ({"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}, (2, 3)),
-        ({"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, (2, 3)),
+        ({"input_ids": IDS[:, :3], "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, (2, 3)),
+        ({"inputs": torch.zeros(2, 3, 8), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, (2, 3)),
         ({"input_ids": torch.zeros(4), "attention_mask": torch.zeros(4)}, (4, 4)),
-        ({"pixels": torch.zeros(2, 3)}, (1, 1)),
         ((), (1, 1)),
         ("text", (1, 1)),
         ((torch.tensor(3.0), 1), (1, 1)),
@@ -71,6 +75,53 @@ def test_samples_and_tokens_are_counted(batch: Any, expected: tuple[int, int]) -
     """
     samples, tokens = batch_size_and_tokens(batch)
     assert (samples, int(tokens)) == expected
+
+
+X, Y = torch.zeros(6, 3), torch.zeros(6, dtype=torch.long)
+IMAGES = torch.zeros(6, 3, 8, 8)
+Pair = namedtuple("Pair", "first second")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": X, "y": Y},
+        {"pixel_values": IMAGES, "labels": Y},
+        {"image": IMAGES.to(torch.uint8), "label": Y},
+        {"inputs_embeds": torch.zeros(6, 4, 8), "labels": torch.zeros(6, 4, dtype=torch.long)},
+        {"features": {"a": X, "b": [X, X]}, "y": Y},
+        {"inputs": X, "labels": Y},
+        {"inputs": {"a": X}, "y": Y},
+        {"x": X, "names": ["a"] * 6, "scale": torch.tensor(2.0), "none": None},
+        (IMAGES, Y),
+        (IMAGES.to(torch.uint8), Y),
+        (X > 0, Y),
+        ((X, X), Y),
+        Pair({"a": X}, Y),
+        ([X, (X, X)],),
+        X,
+        ([torch.zeros(3, n, n) for n in range(1, 7)], [{"boxes": torch.zeros(n, 4)} for n in range(6)]),
+        {"pixel_values": IMAGES, "labels": [{"boxes": torch.zeros(n, 4)} for n in range(6)]},
+        (nn.utils.rnn.pack_sequence([torch.zeros(n, 3) for n in (5, 4, 4, 2, 1, 1)]), Y),
+    ],
+)
+def test_a_batch_without_tokens_counts_the_first_dimension_that_its_tensors_share(batch: Any) -> None:
+    assert batch_size_and_tokens(batch, lambda kind, message: pytest.fail(message)) == (6, 0)
+
+
+def test_tensors_that_share_no_first_dimension_are_counted_by_the_first_with_one_warning() -> None:
+    said: list[str] = []
+    once = Once(said.append)
+    for _ in range(2):
+        assert batch_size_and_tokens({"x": X, "edges": torch.zeros(2, 9)}, once) == (6, 0)
+    assert len(said) == 1
+    assert "first tensor: 6" in said[0]
+
+
+def test_a_packed_sequence_moves_but_for_what_must_stay_on_the_cpu() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
+    moved = move_batch({"x": packed}, torch.device("meta"))["x"]
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
 class Recording(nn.Module):
@@ -174,9 +225,95 @@ def test_a_bare_tensor_of_logit_shape_is_warned_about_once() -> None:
     assert "(2, 4, 7)" in warnings[0]
 
 
-def test_a_scripted_module_is_called_like_any_other() -> None:
+class Scores(nn.Module):
+    """Takes images and returns scores of three classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        scores: Tensor = self.linear(pixels)
+        return scores
+
+
+def made(kind: str, model: nn.Module, *example: Tensor) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        model = torch.jit.script(nn.Bilinear(2, 2, 1))
-    loss = forward_of(model)(model, (torch.ones(1, 2), torch.ones(1, 2)))
-    assert loss.ndim == 0
+        if kind == "script":
+            return torch.jit.script(model)
+        if kind == "trace":
+            return torch.jit.trace(model, example)
+    if kind == "compiled":
+        return torch.compile(model, backend="eager")
+    return nn.DataParallel(model) if kind == "data-parallel" else model
+
+
+KINDS = ["plain", "script", "trace", "compiled", "data-parallel"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_that_torch_made_of_another_gets_what_the_other_asks_for(kind: str) -> None:
+    pixels, labels = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    plain = Scores()
+    model = made(kind, plain, pixels)
+    forward = forward_of(model, loss_fn=lambda output, batch: nn.functional.cross_entropy(output, batch["label"]))
+    loss = forward(model, {"pixels": pixels, "label": labels, "name": ["a"] * 5})
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(plain(pixels), labels))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_that_forward_does_not_take_are_named_with_the_remedy(kind: str) -> None:
+    model = made(kind, Scores(), torch.zeros(2, 4))
+    batch = {"pixels": torch.zeros(2, 4), "idx": torch.zeros(2), "text": ["a", "b"]}
+    with pytest.raises(ModelError, match=r"Scores\.forward\(.*idx, text: leave them out.*loss_fn"):
+        forward_of(model)(model, batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_column_of_another_name_is_asked_for(kind: str) -> None:
+    model = made(kind, Scores(), torch.zeros(2, 4))
+    forward = forward_of(model, loss_fn=lambda output, batch: output.mean())
+    with pytest.raises(ModelError, match="batch of images, labels does not fit .*no pixels"):
+        forward(model, {"images": torch.zeros(2, 4), "labels": torch.zeros(2)})
+
+
+def test_a_sequential_is_told_what_a_batch_calls_it_with() -> None:
+    model = nn.Sequential(nn.Linear(4, 1))
+    with pytest.raises(
+        ModelError, match=r"forward\(batch\[0\], batch\[1\]\), which Sequential\.forward\(input\).*loss_fn"
+    ):
+        forward_of(model)(model, (torch.zeros(2, 4), torch.zeros(2, 1)))
+    assert forward_of(model, loss_fn=lambda output, batch: output.mean())(model, (torch.ones(2, 4), 0)).ndim == 0
+
+
+def test_a_fault_inside_of_a_model_is_raised_as_it_is() -> None:
+    class Faulty(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return len(3)  # type: ignore[arg-type, return-value]
+
+    model = Faulty()
+    with pytest.raises(TypeError, match="has no len") as raised:
+        forward_of(model)(model, (1, 2))
+    assert not isinstance(raised.value, ModelError)
+
+
+def test_a_fault_with_columns_that_a_model_does_not_name_names_them() -> None:
+    class PassesOn(nn.Module):
+        def forward(self, x: Tensor, **others: Any) -> Any:
+            return torch.sum(x, **others)
+
+    model = PassesOn()
+    with pytest.raises(TypeError) as raised:
+        forward_of(model)(model, {"x": torch.ones(2), "text": ["a", "b"]})
+    assert "['text']" in raised.value.__notes__[0]
+
+
+def test_scores_of_classes_with_a_label_each_are_refused_before_anything_is_said() -> None:
+    class Labelled(Scores):
+        def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(pixels)
+
+    model = Labelled()
+    with pytest.raises(ModelError, match=r"scores of classes.*loss \(cross_entropy.*loss_fn"):
+        forward_of(model)(model, (torch.zeros(2, 4), torch.tensor([0, 1])))

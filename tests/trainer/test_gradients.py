@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedtronic.ranks import SingleProcess
 from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
+from speedtronic.trainer.loss import resolve_loss
 
 OFF = torch.amp.GradScaler("cpu", enabled=False)
 ALONE = SingleProcess()
@@ -63,6 +64,38 @@ def test_micro_batches_of_nine_and_one_token_train_like_one_batch_of_ten() -> No
     whole.backward()
     torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_losses_of_each_token_train_by_tokens_like_one_batch() -> None:
+    """A model that returns `reduction="none"`: what it says of ignored positions counts nowhere."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 5).double()
+    inputs, labels = torch.randn(2, 9, 4, dtype=torch.float64), torch.randint(0, 5, (2, 9))
+    labels[1, 1:] = -100
+
+    def losses(batch: Any) -> Tensor:
+        """Those of ignored positions are not 0, as they are with torch's own `ignore_index`."""
+        scores = model(batch["x"]).log_softmax(-1)
+        return -scores.gather(-1, batch["labels"].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+    batches = [{"x": inputs[i : i + 1], "labels": labels[i : i + 1]} for i in range(2)]
+    loss = accumulate(
+        lambda batch: resolve_loss(losses(batch), batch), batches, token_divisors(batches, ALONE), scaler=OFF
+    )
+    gradient = model.weight.grad
+    model.weight.grad = None
+    whole = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-5, atol=1e-12)
+
+
+def test_floating_targets_of_minus_100_count_like_all_others() -> None:
+    batches = [
+        {"x": torch.ones(2), "labels": torch.tensor([-100.0, 3.0])},
+        {"x": torch.ones(1), "labels": torch.ones(1)},
+    ]
+    assert token_divisors(batches, ALONE) == [3 / 2, 3]
 
 
 def test_a_micro_batch_without_a_target_takes_no_part_even_if_its_loss_is_nan() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from speedtronic.trainer.loss import align_labels, count_labels, looks_like_logits, resolve_loss
+from speedtronic.errors import ConfigError, DataError, ModelError
+from speedtronic.trainer.loss import align_labels, count_labels, doubt_about, loss_by_name, resolve_loss
 
 LOGITS = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 7, (2, 4), generator=torch.Generator().manual_seed(1))
@@ -116,12 +117,176 @@ def test_logits_without_labels_are_refused() -> None:
         resolve_loss({"logits": LOGITS}, {"input_ids": LABELS})
 
 
-def test_only_a_bare_tensor_of_the_labels_shape_looks_like_logits() -> None:
-    assert looks_like_logits(LOGITS, {"labels": LABELS})
-    assert looks_like_logits(LOGITS, (LABELS, LABELS[:, 1:]))
-    assert not looks_like_logits(LOGITS, {"labels": LABELS.float()})
-    assert not looks_like_logits(LOGITS.mean(-1), {"labels": LABELS})
-    assert not looks_like_logits((LOGITS,), {"labels": LABELS})
+CLASSES = torch.tensor([3, 0])
+
+
+@pytest.mark.parametrize(
+    "batch", [{"labels": CLASSES}, (LOGITS, CLASSES), {"image": LOGITS, "label": CLASSES}, [LOGITS, CLASSES.int()]]
+)
+def test_a_bare_row_of_scores_for_each_integer_label_is_refused(batch: Any) -> None:
+    with pytest.raises(ModelError, match=r"\(2, 7\).*no loss.*'loss'.*set loss.*loss_fn"):
+        resolve_loss(LOGITS[:, 0], batch)
+    assert resolve_loss({"loss": LOGITS[:, 0]}, batch) == LOGITS[:, 0].mean()
+
+
+@pytest.mark.parametrize(
+    ("output", "batch"),
+    [
+        (LOGITS, {"labels": LABELS}),
+        (LOGITS, (LABELS, LABELS[:, 1:])),
+        (LOGITS, {"labels": LABELS.float()}),
+        (LOGITS[:, 0], {"x": LOGITS}),
+        (LOGITS[0], (LOGITS, LOGITS[0])),
+        (torch.zeros(2, 1), (LOGITS, torch.zeros(2))),
+        (torch.zeros(2, 1), (LOGITS, CLASSES)),
+        (torch.zeros(2), (LOGITS, torch.zeros(2, 1))),
+        ((torch.zeros(2), LOGITS), (LOGITS, torch.zeros(2))),
+        (torch.zeros(2, 3, 4, 5), (LOGITS, torch.zeros(2, 4, 5, dtype=torch.long))),
+    ],
+)
+def test_a_tensor_that_may_be_a_prediction_is_doubted(output: Any, batch: Any) -> None:
+    doubt = doubt_about(output, batch)
+    assert doubt is not None
+    assert "loss_fn" in doubt
+
+
+@pytest.mark.parametrize(
+    ("output", "batch"),
+    [
+        (torch.tensor(1.0), (LOGITS, torch.zeros(2))),
+        (torch.zeros(2), {"x": LOGITS}),
+        (torch.zeros(2), (LOGITS, CLASSES)),
+        (torch.zeros(2), {"labels": LABELS}),
+        (torch.zeros(2, 4), {"labels": LABELS}),
+        (torch.zeros(8), {"labels": LABELS}),
+        ((LOGITS,), {"labels": LABELS}),
+        ({"loss": LOGITS}, {"labels": LABELS}),
+    ],
+)
+def test_a_loss_for_each_sample_or_integer_label_is_not_doubted(output: Any, batch: Any) -> None:
+    assert doubt_about(output, batch) is None
+
+
+# ---------------------------------------------------------------- a loss for each label
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("make", [lambda loss: loss, lambda loss: {"loss": loss}, lambda loss: (loss,)])
+def test_a_loss_for_each_label_is_averaged_over_those_that_are_targets(make: Any, flat: bool) -> None:
+    labels = LABELS.clone()
+    labels[0, 1:] = -100
+    each = F.cross_entropy(LOGITS.transpose(1, 2), labels, reduction="none")
+    right = each.sum() / 5
+    assert not torch.isclose(right, each.mean())
+    output = make(each.flatten() if flat else each)
+    if isinstance(output, tuple) and not flat:
+        pytest.skip("the first field of a tuple has at most one dimension")
+    torch.testing.assert_close(resolve_loss(output, {"labels": labels}), right)
+    torch.testing.assert_close(resolve_loss(None, (LOGITS, labels), lambda *_: output_of(output)), right)
+
+
+def output_of(output: Any) -> Tensor:
+    found: Tensor = output["loss"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def test_a_loss_for_each_label_without_a_target_is_a_differentiable_zero() -> None:
+    each = torch.full((2, 4), float("nan"), requires_grad=True)
+    loss = resolve_loss(each, {"labels": torch.full((2, 4), -100)})
+    loss.backward()
+    assert loss.item() == 0.0
+    assert each.grad is not None
+    assert not each.grad.any()
+
+
+def test_many_half_precision_losses_do_not_overflow() -> None:
+    each, labels = torch.full((64, 64), 100.0, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.long)
+    assert resolve_loss(each, {"labels": labels}).item() == 100.0
+
+
+@pytest.mark.parametrize("labels", [torch.full((2, 4), -100.0), torch.full((2, 4), 156, dtype=torch.uint8)])
+def test_labels_that_are_no_signed_integers_are_all_targets(labels: Tensor) -> None:
+    """A float of exactly -100.0 is a number to predict. Torch takes the unsigned 156 for equal to -100."""
+    each = torch.arange(8.0).view(2, 4)
+    assert resolve_loss(each, {"labels": labels}).item() == 3.5
+    assert count_labels({"labels": labels}).item() == 8
+
+
+# ---------------------------------------------------------------- losses by name
+
+
+def test_without_a_name_the_model_returns_its_loss() -> None:
+    assert loss_by_name(None) is None
+
+
+def named(name: str) -> Any:
+    loss = loss_by_name(name)
+    assert loss is not None
+    return loss
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: {"logits": x, "loss": None}, lambda x: (x, None)])
+def test_cross_entropy_compares_scores_with_the_labels_of_any_batch(make: Any) -> None:
+    loss = named("cross_entropy")
+    scores = LOGITS[:, 0]
+    right = -(scores.log_softmax(-1)[[0, 1], CLASSES]).mean()
+    for batch in ({"labels": CLASSES}, (None, CLASSES), [None, CLASSES.int()]):
+        torch.testing.assert_close(loss(make(scores), batch), right)
+    torch.testing.assert_close(loss(make(LOGITS), {"labels": LABELS}), cross_entropy(LOGITS, LABELS))
+    torch.testing.assert_close(
+        loss(make(LOGITS), {"labels": LABELS[:, 1:]}), cross_entropy(LOGITS[:, :-1], LABELS[:, 1:])
+    )
+
+
+def test_cross_entropy_takes_classes_in_the_second_dimension_and_leaves_out_minus_100() -> None:
+    scores, labels = torch.randn(2, 3, 4, 5), torch.randint(0, 3, (2, 4, 5))
+    labels[0, 0] = -100
+    loss = named("cross_entropy")
+    torch.testing.assert_close(loss(scores, (None, labels)), F.cross_entropy(scores, labels))
+    ignored = torch.full_like(labels, -100)
+    assert loss(scores.requires_grad_(), (None, ignored)).item() == 0.0
+
+
+def test_cross_entropy_takes_probabilities_of_the_classes() -> None:
+    scores, probabilities = LOGITS[:, 0], LOGITS[:, 1].softmax(-1).double()
+    right = -(probabilities * scores.log_softmax(-1)).sum(-1).mean().float()
+    torch.testing.assert_close(named("cross_entropy")(scores, (None, probabilities)), right)
+
+
+def test_mse_compares_element_by_element_and_never_each_with_each() -> None:
+    prediction, labels = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1.0, 0.0, -100.0], dtype=torch.float64)
+    right = (0 + 4 + 104**2) / 3
+    for targets in (labels, labels[:, None]):
+        assert named("mse")(prediction, (None, targets)).item() == pytest.approx(right)
+        assert named("mse")(prediction[:, 0], {"labels": targets}).item() == pytest.approx(right)
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "batch", "said"),
+    [
+        ("mse", torch.zeros(3, 2), (None, torch.zeros(3)), r"\(3, 2\).*\(3,\)"),
+        ("mse", torch.zeros(3), (None, torch.zeros(3, dtype=torch.long)), "floating"),
+        ("mse", torch.zeros(3), {"x": 1, "y": torch.zeros(3)}, "has x, y: name the column of the targets 'labels'"),
+        ("cross_entropy", torch.zeros(3), (None, CLASSES), "classes"),
+        ("cross_entropy", torch.zeros(3, 4), (None, CLASSES), "classes"),
+        ("cross_entropy", torch.zeros(2, 4), (None, torch.zeros(2)), "probabilities"),
+        ("cross_entropy", {"hidden": LOGITS}, (None, CLASSES), "hidden"),
+        ("cross_entropy", LOGITS[:, 0], [LOGITS], "no pair"),
+    ],
+)
+def test_what_a_named_loss_cannot_compare_is_refused(name: str, output: Any, batch: Any, said: str) -> None:
+    with pytest.raises((DataError, ModelError), match=said):
+        named(name)(output, batch)
+
+
+def test_a_loss_may_be_a_function_of_ones_own() -> None:
+    assert loss_by_name("torch.nn.functional:mse_loss") is F.mse_loss
+    for name in ("no_such_module:f", "torch:no_such_name", "torch:float32"):
+        with pytest.raises(ConfigError, match="^loss: "):
+            loss_by_name(name)
+
+
+# ---------------------------------------------------------------- labels
 
 
 def test_labels_are_counted_without_the_ignored_ones() -> None:
@@ -148,3 +313,15 @@ def test_unshifted_labels_become_aligned_ones() -> None:
     named = namedtuple("named", "x y")
     assert isinstance(align_labels(named(ids, ids)), named)
     assert align_labels((ids[0], ids[0]))[1].tolist() == [2, 3, -100]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_aligned_labels_can_hold_minus_100(dtype: torch.dtype) -> None:
+    assert align_labels({"labels": torch.tensor([[1, 2]], dtype=dtype)})["labels"].tolist() == [[2, -100]]
+
+
+def test_labels_that_are_no_ids_of_tokens_are_refused() -> None:
+    with pytest.raises(DataError, match="unshifted"):
+        align_labels({"labels": torch.zeros(2, 3)})
+    with pytest.raises(DataError, match="integers"):
+        resolve_loss({"logits": LOGITS}, {"labels": LABELS.float()})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
@@ -54,7 +55,7 @@ class Timed(Regression):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         self.clock.now += self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
-        return super().forward(x, y)
+        return super().forward(x.float(), y)
 
 
 def takes(clock: Clock, seconds: float) -> Callable[[nn.Module, Callable[[], bool]], dict[str, Any]]:
@@ -69,7 +70,8 @@ def test_the_rate_of_an_interval_is_not_the_mean_since_the_start(clock: Clock) -
     """A run that became slower: 15.4 steps per second since the start, and 10.2 now."""
     fast, slow = 2 / 15.4 - 1 / 10.2, 1 / 10.2
     logger = MetricLogger(stream=Silence(), every_steps=10)
-    records = make_trainer(Timed(clock, [fast] * 10 + [slow] * 10), logger=logger).fit(20).metrics
+    batches = [(torch.ones(4, 3, dtype=torch.long), torch.zeros(4, 1))]
+    records = make_trainer(Timed(clock, [fast] * 10 + [slow] * 10), batches, logger=logger).fit(20).metrics
     assert records[19]["steps_per_sec"] == pytest.approx(15.4)
     assert records[19]["interval_steps_per_sec"] == pytest.approx(10.2)
     assert records[19]["interval_samples_per_sec"] == pytest.approx(4 * 10.2)

@@ -10,16 +10,23 @@ from torch import Tensor, nn
 
 from speedtronic.errors import CheckpointError
 from speedtronic.trainer import Trainer
-from tests.support.models import SCALED, Overflowing, Regression, config_of, make_trainer
+from tests.support.models import (
+    SCALED,
+    OnlyLogits,
+    Overflowing,
+    Regression,
+    config_of,
+    make_trainer,
+    successor_batches,
+)
 
 
 def test_counters_are_cumulative_over_a_resume() -> None:
-    first = make_trainer()
+    first, second = (make_trainer(OnlyLogits(), successor_batches()) for _ in range(2))
     first.fit(3)
-    second = make_trainer()
     second.resume(first.state_dict())
     result = second.fit(5)
-    assert (result.steps, result.samples, result.tokens) == (5, 20, 60)
+    assert (result.steps, result.samples, result.tokens) == (5, 20, 120)
     assert [record["samples"] for record in result.metrics] == [16, 20]
 
 
@@ -54,10 +61,10 @@ def test_resume_restores_everything_at_once() -> None:
 
     def adam_trainer() -> Trainer:
         torch.manual_seed(3)
-        model = Regression()
+        model = OnlyLogits()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-        return make_trainer(model, optimizer=optimizer, scheduler=scheduler)
+        return make_trainer(model, successor_batches(), optimizer=optimizer, scheduler=scheduler)
 
     first = adam_trainer()
     first.fit(3)
@@ -66,9 +73,9 @@ def test_resume_restores_everything_at_once() -> None:
     second = adam_trainer()
     second.resume(state)
     assert torch.equal(torch.rand(2), expected)
-    assert (second.step, second.samples, second.tokens) == (3, 12, 36)
-    assert torch.equal(second.model.get_parameter("linear.weight"), first.model.get_parameter("linear.weight"))
-    weight = second.model.get_parameter("linear.weight")
+    assert (second.step, second.samples, second.tokens) == (3, 12, 72)
+    assert torch.equal(second.model.get_parameter("head.weight"), first.model.get_parameter("head.weight"))
+    weight = second.model.get_parameter("head.weight")
     assert second.optimizer.state[weight]["step"] == 3
     assert second.scheduler is not None
     assert second.scheduler.last_epoch == 3

@@ -19,6 +19,8 @@ from speedtronic.cli.output import printable
 from speedtronic.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from speedtronic.checkpoint import CheckpointEntry, CheckpointManager
     from speedtronic.checkpoint.export.files import HuggingFaceTokenizer, SavedModel
     from speedtronic.durable.files import FileSystem
@@ -280,8 +282,9 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Write the weights of the newest sound checkpoint, or of the one that is named.\n"
         "\n"
         "safetensors  one plain file with the model's own names, which safetensors.torch.load_model loads\n"
-        "huggingface  a folder that transformers loads as a Llama, with the tokenizer where it has that form;\n"
-        "             for the reference transformer\n"
+        "huggingface  a folder that transformers loads, with the tokenizer where it has that form: of the reference\n"
+        "             transformer as a Llama (with qk_norm as a Qwen3), of a model of Hugging Face by its own\n"
+        "             save_pretrained\n"
         "\n"
         "Where the run kept an average of the weights (optimizer.ema), the average is written, as it was evaluated.\n"
         "The copy is there in full or not at all.",
@@ -340,7 +343,7 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
     """Write a model's export; what was written, and notes for the user."""
     import torch
 
-    from speedtronic.checkpoint.export.files import export_hugging_face, export_safetensors
+    from speedtronic.checkpoint.export.files import export_hugging_face, export_pretrained, export_safetensors
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     size = sum(stored.place.end - stored.place.begin for stored in model.tensors().values())
@@ -350,10 +353,28 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
         from speedtronic.model.transformer import NORM_EPS
 
         tokenizer, notes = _tokenizer(model)
-        target = export_hugging_face(
-            model, args.out, norm_eps=NORM_EPS, tokenizer=tokenizer, dtype=dtype, replace=args.force, fs=fs
-        )
-        return target, notes
+        options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "replace": args.force, "fs": fs}
+        module = _custom_model(args)
+        if module is None:
+            return export_hugging_face(model, args.out, norm_eps=NORM_EPS, **options), notes
+        return export_pretrained(model, module, args.out, **options), notes
+
+
+def _custom_model(args: argparse.Namespace) -> nn.Module | None:
+    """The run's own model, which its plugins define; None for a built-in one, or where there is no configuration.
+
+    Raises:
+        ConfigError: the configuration is wrong, or the model cannot be built.
+    """
+    from speedtronic.config.checks import BUILT_IN_MODELS
+    from speedtronic.registry import build_model
+    from speedtronic.runtime import import_plugins
+
+    found = find_checkpoints(args)
+    if found.config.model.name in BUILT_IN_MODELS:
+        return None
+    import_plugins(found.config.plugins, found.folder)
+    return build_model(found.config)
 
 
 def _open(args: argparse.Namespace) -> SavedModel:

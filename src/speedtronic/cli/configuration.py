@@ -15,8 +15,8 @@ def add_validate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "validate",
         help="check a configuration and print it resolved, secrets hidden",
         description="Check a configuration. Prints every key with its value, secrets hidden, or everything that is "
-        "wrong, as far as the file shows it. What is most likely not meant is a warning. Exit code 0 when it is right, "
-        "2 when it is not.",
+        "wrong, as far as the file shows it. What is most likely not meant is a warning, and what cannot be done with "
+        "the run later is a note. Exit code 0 when it is right, 2 when it is not.",
     )
     add_config_arguments(parser)
     parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="how to print (default: yaml)")
@@ -24,12 +24,14 @@ def add_validate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_validate(args: argparse.Namespace) -> int:
-    from speedtronic.config.checks import doubts, refuse_what_cannot_be_trained
+    from speedtronic.config.checks import doubts, limits, refuse_what_cannot_be_trained
 
     config, _ = load_from_arguments(args)
     refuse_what_cannot_be_trained(config)
     for doubt in doubts(config):
         print(f"warning: {doubt}", file=sys.stderr)
+    for limit in limits(config):
+        print(f"note: {limit}", file=sys.stderr)
     text = config.to_json if args.format == "json" else config.to_yaml
     output.write(text(redact_secrets=True))
     return 0

@@ -1,4 +1,4 @@
-"""What `train` refuses and what it warns of, as far as the configuration alone shows it. `validate` says the same.
+"""What `train` refuses and what it warns of, as far as the configuration alone shows it. `validate` says it too.
 
 A configuration that loads is well formed. Loading does not ask whether this version can train by it.
 """
@@ -132,3 +132,11 @@ def doubts(config: SpeedtronicConfig, max_steps: int | None = None) -> list[str]
             f"tenth of the updates and at most 100"
         )
     return found
+
+
+def limits(config: SpeedtronicConfig) -> list[str]:
+    """What a run as configured will not be able to do later, although nothing is wrong with it."""
+    problem = config.model.without_hugging_face_form if config.model.name in BUILT_IN_MODELS else None
+    if problem is None:
+        return []
+    return [f"{problem}: `checkpoints export` will write it as plain safetensors only"]

@@ -23,6 +23,7 @@ from speedtronic.config.sections import (
     EvalConfig,
     FactoryList,
     LoggingConfig,
+    LossName,
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -64,6 +65,12 @@ class SpeedtronicConfig(Section):
         default_factory=ShapeValidationConfig, description="Warnings about slow shapes."
     )
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="DumbDiLoCo.")
+    loss: LossName | None = Field(
+        default=None,
+        description="How the model's output becomes a loss: cross_entropy or mse with the labels of the batch "
+        "(`labels` of a mapping, the second field of a tuple), or an importable package.module:function that is called "
+        "with output and batch; null: the model returns its loss, or logits.",
+    )
     compile: bool = Field(default=False, description="Compile the model with torch.compile.")
     compile_options: CompileOptions = Field(default_factory=CompileOptions, description="How to compile.")
     gradient_checkpointing: bool = Field(

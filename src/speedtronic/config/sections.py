@@ -120,6 +120,12 @@ Factory = Annotated[
     _check_match(_FACTORIES, "an importable factory, written package.module:function"),
     _schema_match(_FACTORIES),
 ]
+_LOSSES = rf"cross_entropy|mse|{_FACTORIES}"
+LossName = Annotated[
+    str,
+    _check_match(_LOSSES, "cross_entropy, mse, or an importable function, written package.module:function"),
+    _schema_match(_LOSSES),
+]
 FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
 _COMPONENTS = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NodeId = Annotated[

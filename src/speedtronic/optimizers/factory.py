@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from speedtronic.config import OptimizerConfig
 from speedtronic.errors import ConfigError
@@ -104,6 +105,7 @@ def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -
     Raises:
         ConfigError: nothing in the model is trainable.
     """
+    _check_shapes_are_known(model)
     trainable = [named for named in model.named_parameters() if named[1].requires_grad]
     return _without_empty_groups(_matrices_and_the_rest(trainable, weight_decay, decay_1d))
 
@@ -118,6 +120,7 @@ def hybrid_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> l
     Raises:
         ConfigError: nothing in the model is trainable, or a module declares a role or a split that is not possible.
     """
+    _check_shapes_are_known(model)
     routing = route_parameters(model)
     by_split: dict[tuple[int, ...] | None, list[Named]] = {None: []}
     for name, parameter in routing.muon:
@@ -127,6 +130,14 @@ def hybrid_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> l
         [{**group, "algorithm": "adamw"} for group in adamw]
         + [{**_members(matrices), "algorithm": "muon", "split": split} for split, matrices in by_split.items()]
     )
+
+
+def _check_shapes_are_known(model: nn.Module) -> None:
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ConfigError(
+            f"the lazy modules of the model have no shape yet ({', '.join(lazy[:4])}), and the shape of a weight "
+            "decides how it is trained: call the model once on a batch before its optimizer is built"
+        )
 
 
 def _matrices_and_the_rest(trained: Sequence[Named], weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:

@@ -6,14 +6,30 @@ Nothing here reads a number from the device: losses and counts stay tensors unti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
+from speedtronic.errors import ModelError
+from speedtronic.model.wrappers import forward_signature, innermost
 from speedtronic.precision import PrecisionPlan, autocast_context
-from speedtronic.trainer.loss import LossFunction, looks_like_logits, resolve_loss
+from speedtronic.trainer.loss import LossFunction, doubt_about, resolve_loss
+
+
+class Once:
+    """Passes the first warning of each kind on, and drops the others."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._said: set[str] = set()
+
+    def __call__(self, kind: str, message: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._warn(message)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
@@ -22,6 +38,9 @@ def move_batch(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: move_batch(value, device) for key, value in batch.items()}
+    if isinstance(batch, PackedSequence):
+        # A named tuple of which one field must stay on the CPU.
+        return batch.to(device, non_blocking=True)  # type: ignore[arg-type]  # its stub knows dtypes alone
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_batch(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
@@ -29,26 +48,78 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def batch_size_and_tokens(batch: Any) -> tuple[int, int | Tensor]:
+def batch_size_and_tokens(
+    batch: Any, once: Callable[[str, str], None] = lambda kind, message: None
+) -> tuple[int, int | Tensor]:
     """Number of samples and of tokens in a batch.
 
     Counted on a mapping's `input_ids`, else its `inputs`, or on the first field of a tuple or list. Where the mapping
     also has an `attention_mask`, and what is counted has more than one dimension, the number of tokens is the sum of
-    the mask: a 0-dim tensor, so that counting does not wait for the device. A batch that cannot be counted is one
-    sample of one token.
+    the mask: a 0-dim tensor, so that counting does not wait for the device. Features and pixels are no tokens.
+
+    Any other batch of tensors (other names, nested fields) has no tokens, and as many samples as the first dimension
+    that its tensors share. Where they share none, but its fields are lists of one length, that counts; otherwise the
+    first tensor, and `once` is told so. A batch without tensors is one sample of one token.
     """
     counted: Any = None
     mask: Any = None
+    by_name = False
     if isinstance(batch, Mapping):
-        counted = batch.get("inputs") if batch.get("input_ids") is None else batch["input_ids"]
+        counted = batch.get("input_ids")
+        by_name = counted is not None
+        if not by_name:
+            counted = batch.get("inputs")
         mask = batch.get("attention_mask")
     elif isinstance(batch, (tuple, list)) and batch:
         counted = batch[0]
     if not isinstance(counted, Tensor) or counted.ndim == 0:
-        return 1, 1
+        return _count_any(batch, once)
     if counted.ndim > 1 and isinstance(mask, Tensor):
         return counted.shape[0], mask.sum(dtype=torch.int64)
-    return counted.shape[0], counted.numel()
+    return counted.shape[0], counted.numel() if by_name or _are_ids(counted) else 0
+
+
+def _are_ids(counted: Tensor) -> bool:
+    """Whether a tensor without a name holds ids of tokens, and not features or pixels."""
+    if counted.dtype is torch.uint8:
+        return counted.ndim <= 2
+    return not (counted.is_floating_point() or counted.is_complex() or counted.dtype is torch.bool)
+
+
+def _count_any(batch: Any, once: Callable[[str, str], None]) -> tuple[int, int]:
+    sizes = list(_first_dimensions(batch))
+    if not sizes:
+        return 1, 1
+    if sizes.count(sizes[0]) == len(sizes):
+        return sizes[0], 0
+    # Images of any size and their boxes come as lists with one item for each sample.
+    fields = list(batch.values() if isinstance(batch, Mapping) else batch)
+    lengths = {
+        len(field) if isinstance(field, (tuple, list)) else next(_first_dimensions(field), None) for field in fields
+    }
+    if len(lengths) == 1 and (length := lengths.pop()):
+        return length, 0
+    once(
+        "counting",
+        f"the tensors of a batch have different first dimensions ({', '.join(map(str, sizes[:8]))}), so its samples "
+        f"are counted by the first tensor: {sizes[0]}; to have another one counted, put it first, or name it 'inputs'",
+    )
+    return sizes[0], 0
+
+
+def _first_dimensions(value: Any) -> Iterator[int]:
+    if isinstance(value, Tensor):
+        if value.ndim:
+            yield value.shape[0]
+    elif isinstance(value, PackedSequence):
+        # How many sequences there are at the first position; always on the CPU.
+        yield int(value.batch_sizes[0])
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _first_dimensions(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _first_dimensions(item)
 
 
 class Forward:
@@ -60,9 +131,10 @@ class Forward:
     aligned labels under that name, so that it does not shift them a second time.
 
     Args:
-        model: the module that is not compiled; the signature of its `forward` decides what it gets.
+        model: the module that is trained. What it gets is decided by the signature of its `forward`: of a module
+            inside one that torch made around it (compiled, data-parallel), and of a scripted or traced one too.
         loss_fn: `loss_fn(output, batch)`, or None for the rules of `resolve_loss`.
-        warn: called once when a bare output tensor has the shape of logits.
+        warn: called once with what the rules had to guess about the model's output.
     """
 
     def __init__(
@@ -75,10 +147,13 @@ class Forward:
     ) -> None:
         self._plan = plan
         self._loss_fn = loss_fn
-        self._warn: Callable[[str], None] | None = warn
-        parameters = _parameters_of(model)
+        self._once = Once(warn)
+        self._title = f"{_class_name(innermost(model))}.forward"
+        self._signature = forward_signature(model)
+        parameters = self._signature.parameters.values() if self._signature is not None else ()
         self._names = {p.name for p in parameters}
-        self._takes_any_key = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        # Without a signature a model gets every key of a batch.
+        self._takes_any_key = self._signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
         # Hugging Face models pass further keywords to their `loss_function`, which takes shift_labels.
         self._takes_shift_labels = "shift_labels" in self._names or (
             self._takes_any_key and hasattr(model, "loss_function")
@@ -91,36 +166,89 @@ class Forward:
         """Return the scalar mean loss of `batch`, attached to the graph.
 
         Raises:
-            TypeError: the batch is neither a mapping nor a tuple or list of at least two, or no loss is found.
+            ModelError: the model cannot be called with the batch, or no loss is found in what it returned.
+            DataError: the batch lacks the labels that the loss needs, or they do not fit.
         """
         with autocast_context(self._plan):
-            output = self._call(model, batch)
-            if self._warn and self._loss_fn is None and looks_like_logits(output, batch):
-                self._warn(
-                    f"the model returned a bare tensor of shape {tuple(output.shape)}, which is averaged as the loss; "
-                    "if it holds logits, return {'logits': ...} or pass loss_fn to the Trainer"
-                )
-                self._warn = None
-            return resolve_loss(output, batch, self._loss_fn)
+            output = self.call(model, batch)
+            loss = resolve_loss(output, batch, self._loss_fn)
+            if self._loss_fn is None and (doubt := doubt_about(output, batch)) is not None:
+                self._once("loss", doubt)
+            return loss
 
-    def _call(self, model: Callable[..., Any], batch: Any) -> Any:
+    def call(self, model: Callable[..., Any], batch: Any) -> Any:
+        """Return what the model returns for `batch`.
+
+        Raises:
+            ModelError: the model cannot be called with the batch.
+        """
+        args, keywords = self._arguments(batch)
+        try:
+            return model(*args, **keywords)
+        except (TypeError, RuntimeError) as error:  # the latter from scripted and traced modules
+            if self._signature is not None and not _binds(self._signature, args, keywords):
+                self._refuse(batch)
+            if self._takes_any_key and (unnamed := [str(key) for key in keywords if key not in self._names]):
+                error.add_note(f"{self._title} was also given columns of the batch that it does not name: {unnamed}")
+            raise
+
+    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(batch, Mapping):
+            keywords = dict(batch)
             if self._takes_shift_labels and "labels" in batch and "shift_labels" not in batch:
-                batch = {**batch, "shift_labels": batch["labels"].contiguous()}
+                keywords["shift_labels"] = batch["labels"].contiguous()
             if self._loss_fn is not None and not self._takes_any_key:
-                batch = {key: value for key, value in batch.items() if key in self._names}
-            return model(**batch)
+                keywords = {key: value for key, value in keywords.items() if key in self._names}
+            return (), keywords
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
-            return model(batch[0], batch[1]) if self._takes_second else model(batch[0])
-        raise TypeError(
+            return (batch[0], batch[1]) if self._takes_second else (batch[0],), {}
+        raise ModelError(
             f"a batch must be a mapping of forward's arguments or a tuple or list of at least two, not "
             f"{type(batch).__name__}: check the collate function of the data loader"
         )
 
+    def _refuse(self, batch: Any) -> NoReturn:
+        """Say why this batch does not fit the model's `forward`, and what to change."""
+        assert self._signature is not None
+        takes = f"{self._title}{self._signature}"
+        if not isinstance(batch, Mapping):
+            called, remedy = "forward(batch[0])", "let the batches be mappings of forward's arguments"
+            if self._takes_second:
+                called = "forward(batch[0], batch[1])"
+                remedy = (
+                    "where the second field holds the targets, set loss (cross_entropy, mse or a function) or pass "
+                    f"loss_fn to the Trainer, and it is called with batch[0]; else {remedy}"
+                )
+            raise ModelError(f"a tuple or list batch calls {called}, which {takes} does not fit: {remedy}") from None
+        needed = {
+            p.name
+            for p in self._signature.parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        }
+        problems = []
+        if missing := sorted(needed - batch.keys()):
+            problems.append(f"it has no {', '.join(missing)}: name its columns as forward's arguments are named")
+        extra = [str(key) for key in batch if key not in self._names]
+        if extra and not self._takes_any_key and self._loss_fn is None:
+            problems.append(
+                f"forward does not take {', '.join(extra)}: leave {'it' if len(extra) == 1 else 'them'} out in the "
+                "dataset or the collate function, let forward take **kwargs, or, for what only the loss needs, set "
+                "loss or pass loss_fn to the Trainer"
+            )
+        raise ModelError(
+            f"a mapping batch calls forward(**batch), and the batch of {', '.join(map(str, batch))} does not fit "
+            f"{takes}: {'; '.join(problems)}"
+        ) from None
 
-def _parameters_of(model: nn.Module) -> Collection[inspect.Parameter]:
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
     try:
-        return inspect.signature(model.forward).parameters.values()
-    except ValueError:
-        # A scripted module has no Python signature. It gets every key of the batch.
-        return [inspect.Parameter("batch", inspect.Parameter.VAR_KEYWORD)]
+        signature.bind(*args, **keywords)
+    except TypeError:
+        return False
+    return True
+
+
+def _class_name(model: nn.Module) -> str:
+    # A scripted or traced module says which class it was made of.
+    return str(getattr(model, "original_name", type(model).__name__))

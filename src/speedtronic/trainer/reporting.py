@@ -137,7 +137,8 @@ class StepReporter:
             "eta_s": self._seconds_left(update.step, recently / interval.steps),
         }
         if self._utilisation is not None:
-            record["mfu"] = self._utilisation(tokens_per_sec)
+            # Of data without tokens nobody knows it.
+            record["mfu"] = self._utilisation(tokens_per_sec) if tokens_per_sec else None
         self.records.append(record)
         if update.step % self._every == 0:
             self._end_interval(recently / interval.steps, update.at)

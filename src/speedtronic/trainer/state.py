@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
@@ -140,7 +141,8 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
     problems += [
         f"{name} has shape {tuple(state[name].shape)} in the checkpoint and {tuple(own[name].shape)} in this model"
         for name in own.keys() & state.keys()
-        if isinstance(own[name], Tensor) and own[name].shape != state[name].shape
+        # A lazy module takes its shape from the state.
+        if isinstance(own[name], Tensor) and not is_lazy(own[name]) and own[name].shape != state[name].shape
     ]
     if problems:
         raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(sorted(problems)))

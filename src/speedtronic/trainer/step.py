@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.errors import ScalerOverflowError
+from speedtronic.errors import InputError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
@@ -98,7 +98,7 @@ class Updater:
         try:
             return self._accumulate(self._compilation.model, batches)
         except Exception as error:  # noqa: BLE001 - compilers fail in any way; what the eager rerun raises is raised
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, InputError):  # a batch or a loss that cannot be used
                 raise
             self._compilation.abandon("runtime_fallback", error)
         # Rewind what the failed attempt moved: random numbers, running statistics and the gradients so far.

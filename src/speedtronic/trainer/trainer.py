@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager, RunLock, check
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError, NonFiniteError
 from speedtronic.metrics import MetricLogger
+from speedtronic.model.modes import PartsSetApart
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.ranks import Group, SingleProcess
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
 from speedtronic.trainer.callbacks import Callbacks, RunView
 from speedtronic.trainer.compile import Compilation
-from speedtronic.trainer.forward import Forward, batch_size_and_tokens, move_batch
+from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
-from speedtronic.trainer.loss import LossFunction, align_labels
+from speedtronic.trainer.lazy_modules import initialize, uninitialized
+from speedtronic.trainer.loss import LossFunction, align_labels, loss_by_name
 from speedtronic.trainer.nonfinite import nonfinite_error
 from speedtronic.trainer.readback import Numbers, Readback, Update
 from speedtronic.trainer.reporting import StepReporter
@@ -87,7 +89,8 @@ class Trainer:
         coordinator: keeps the model in step with other machines. It is started, called after each step, and stopped.
         max_steps: default target of `fit`; `config.data.max_steps` or `config.run.max_steps` without it.
         start_step: the global step at which counting begins.
-        loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not.
+        loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not; what `config.loss` names without it.
+            It becomes the `loss_fn` of the evaluator too, if that has one which is None.
         evaluator: called at the cadence of `config.eval` with the model, or with the averaged model where
             `config.optimizer.ema` keeps one, and with a function that says whether the run is being interrupted.
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints always does.
@@ -101,6 +104,7 @@ class Trainer:
         ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them; or one of
             the callbacks is none.
         DeviceError: the device does not exist here.
+        ConfigError: `config.loss` names a function that cannot be imported.
     """
 
     def __init__(
@@ -151,7 +155,12 @@ class Trainer:
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
+        loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
+        if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:
+            evaluator.loss_fn = loss_fn
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
+        self._count_warning = Once(self.logger.warning)
+        self._parts = PartsSetApart(model, inform=self.logger.info, warn=self.logger.warning)
         self._fit: _Fit | None = None
         if self.config.gradient_checkpointing:
             enable_gradient_checkpointing(model, self.logger)
@@ -227,7 +236,10 @@ class Trainer:
         if self._on_lock is not None:
             self._on_lock()
         self.model.to(self.device)
-        self.model.train()
+        self._parts.train()
+        if uninitialized(self.model):
+            batch = self._move_batch(self._state.batches.peek())
+            initialize(self.model, lambda: self._forward.call(self.model, batch))
         scaler = self._state.new_scaler(self.precision)
         self.optimizer.zero_grad(set_to_none=True)
         saver = None
@@ -376,7 +388,8 @@ class Trainer:
     def _move_batch(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
 
-    _batch_size_and_tokens = staticmethod(batch_size_and_tokens)
+    def _batch_size_and_tokens(self, batch: Any) -> tuple[int, int | Tensor]:
+        return batch_size_and_tokens(batch, self._count_warning)
 
     def _skip_finished_work(self, fit: _Fit) -> None:
         """Skip the work that the coordinator knows to be done: its data, its steps, its learning rates."""

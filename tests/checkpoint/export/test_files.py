@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 from speedtronic.checkpoint import CheckpointManager
@@ -19,6 +19,7 @@ from speedtronic.checkpoint.export.files import (
     HuggingFaceTokenizer,
     SavedModel,
     export_hugging_face,
+    export_pretrained,
     export_safetensors,
     open_model,
 )
@@ -300,6 +301,77 @@ def test_weights_of_several_dtypes_need_one_to_be_chosen(tmp_path: Path) -> None
     assert llama(mixed, tmp_path / "hf", dtype=torch.float32).is_dir()
 
 
+# --- a model that writes itself ---
+
+
+class Pretrained(nn.Module):
+    """Writes itself as a model of Hugging Face does, in two files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        (Path(folder) / "config.json").write_text(json.dumps({"dtype": str(self.linear.weight.dtype)}))
+        for number, (name, tensor) in enumerate(self.state_dict().items(), 1):
+            save_file({name: tensor.contiguous()}, Path(folder) / f"model-{number:05d}-of-00002.safetensors")
+
+
+def pretrained(model: SavedModel, target: Path, **options: Any) -> Path:
+    return export_pretrained(model, Pretrained(), target, **{"tokenizer": None, **options})
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture
+def saved_by_itself(tmp_path: Path) -> SavedModel:
+    torch.manual_seed(4)
+    return open_model(save(tmp_path / "its checkpoints", Pretrained(), config_of(name="mine")))
+
+
+def test_a_model_writes_itself_with_the_weights_of_the_run(saved_by_itself: SavedModel, tmp_path: Path) -> None:
+    folder = pretrained(saved_by_itself, tmp_path / "hf", tokenizer=TOKENIZER)
+    expected = load_file(saved_by_itself.path / "model.safetensors")
+    actual = weights_in(folder)
+    assert actual.keys() == expected.keys() == {"linear.weight", "linear.bias"}
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert (folder / "tokenizer.json").read_text() == TOKENIZER.json
+    pretrained(saved_by_itself, folder, replace=True, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in weights_in(folder).values()} == {torch.bfloat16}
+    assert not (folder / "tokenizer.json").exists()
+
+
+def test_a_model_writes_itself_with_its_averaged_weights(tmp_path: Path) -> None:
+    average = {"linear.weight": torch.full((4, 3), 2.0), "linear.bias": torch.zeros(4)}
+    state = {"model": Pretrained().state_dict(), "ema": average}
+    folder = pretrained(open_model(CheckpointManager(tmp_path / "c").save(1, state)), tmp_path / "hf")
+    assert all(torch.equal(tensor, average[name]) for name, tensor in weights_in(folder).items())
+
+
+def test_a_model_that_cannot_write_itself_or_has_other_weights_is_refused(
+    saved_by_itself: SavedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"method save_pretrained .* this is Linear; export it with --format"):
+        export_pretrained(saved_by_itself, nn.Linear(2, 2), tmp_path / "hf", tokenizer=None)
+    other = open_model(save(tmp_path / "c", nn.Linear(2, 2), config_of(name="mine")))
+    with pytest.raises(CheckpointError, match=r"linear\.weight is missing there"):
+        pretrained(other, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_a_model_raises_while_it_writes_leaves_nothing(saved_by_itself: SavedModel, tmp_path: Path) -> None:
+    class Broken(Pretrained):
+        def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+            super().save_pretrained(folder)
+            raise RuntimeError("a mistake of the model")
+
+    with pytest.raises(RuntimeError, match="a mistake of the model"):
+        export_pretrained(saved_by_itself, Broken(), tmp_path / "hf", tokenizer=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["its checkpoints"]
+
+
 # --- what is there already ---
 
 
@@ -407,11 +479,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("exported", [export_safetensors, llama])
+@pytest.mark.parametrize("exported", [export_safetensors, llama, pretrained])
 @pytest.mark.parametrize("exists", [False, True])
 def test_whatever_fails_the_old_export_stays_or_the_new_one_is_whole(
-    saved: SavedModel, tmp_path: Path, exported: Any, exists: bool
+    saved: SavedModel, saved_by_itself: SavedModel, tmp_path: Path, exported: Any, exists: bool
 ) -> None:
+    saved = saved_by_itself if exported is pretrained else saved
     exported(saved, tmp_path / "whole" / "out", dtype=torch.float16)
     new = contents(tmp_path / "whole")
     if exists:

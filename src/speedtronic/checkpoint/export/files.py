@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from speedtronic.checkpoint.export.llama import MODEL_NAMES, hugging_face_config, to_llama, weights_of_ones
+from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest, reading
 from speedtronic.checkpoint.snapshot import check_files, read_trees, saved_parts, stored_average
 from speedtronic.config import ModelConfig
@@ -42,6 +46,8 @@ WEIGHTS = "model.safetensors"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _FOLDER_FILES = frozenset({WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG})
+# Large weights of a model that writes itself are in several files.
+_PART_OF_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json")
 
 
 class ExportError(SpeedtronicError):
@@ -189,6 +195,54 @@ def export_hugging_face(
     return folder
 
 
+def export_pretrained(
+    model: SavedModel,
+    module: nn.Module,
+    target: str | os.PathLike[str],
+    *,
+    tokenizer: HuggingFaceTokenizer | None,
+    dtype: torch.dtype | None = None,
+    replace: bool = False,
+    fs: FileSystem | None = None,
+) -> Path:
+    """Write the folder that a model of Hugging Face writes by its own `save_pretrained`.
+
+    Args:
+        module: the model, built as it was for the run. It gets the weights, and the dtype if there is one.
+        target, tokenizer, dtype, replace: as for `export_hugging_face`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the module has no `save_pretrained`, the weights are not those of the module, the folder cannot
+            be replaced, or a value is too large for `dtype`.
+        ExportError: it could not be written; no partial folder is left.
+    """
+    save_pretrained = getattr(module, "save_pretrained", None)
+    if not callable(save_pretrained):
+        raise CheckpointError(
+            f"{model.path}: only the reference transformer and models with a method save_pretrained have a Hugging "
+            f"Face form, and this is {type(module).__name__}; export it with --format safetensors"
+        )
+    fs, folder = fs or FileSystem(), Path(target).resolve()
+    with _writing(folder):
+        recover(fs, folder)
+        _check_replaceable_folder(folder, replace)
+    load_initial_weights(module.to(dtype) if dtype is not None else module, model.path)
+    with _writing(folder), temporary_beside(fs, folder) as temporary:
+        fs.make_directory(temporary)
+        save_pretrained(temporary)
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                with FileIO(path, "r+") as file:
+                    fs.sync(file)
+        for name, chunks in _tokenizer_files(tokenizer, None).items():
+            write_file(fs, temporary / name, chunks)
+        publish_folder(fs, temporary, folder, replace=replace)
+    return folder
+
+
 # ---------------------------------------------------------------------- checking the checkpoint
 
 
@@ -262,8 +316,9 @@ def _reference_section(model: SavedModel) -> ModelConfig:
     if not isinstance(given, dict) or given.get("name") not in MODEL_NAMES:
         kind = f"the model {given.get('name')!r}" if isinstance(given, dict) else "a model without a configuration"
         raise CheckpointError(
-            f"{model.path}: only the reference transformer has a Hugging Face form, and this is {kind}; "
-            "export it with --format safetensors"
+            f"{model.path}: the reference transformer has a Hugging Face form, and this is {kind}; export it with "
+            "--format safetensors, or, if it has a method save_pretrained, name the run's folder or YAML, since its "
+            "plugins define it"
         )
     try:
         return ModelConfig(**given)
@@ -365,7 +420,7 @@ def _check_replaceable_folder(folder: Path, replace: bool) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; name a folder")
     there = sorted(path.name for path in folder.iterdir())
-    foreign = [name for name in there if name not in _FOLDER_FILES]
+    foreign = [name for name in there if name not in _FOLDER_FILES and not _PART_OF_WEIGHTS.fullmatch(name)]
     if foreign:
         raise CheckpointError(f"{folder} holds {foreign[0]!r}, which is not part of an export; name another folder")
     if there and not replace:

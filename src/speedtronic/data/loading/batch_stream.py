@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from speedtronic.data.loading.workers import worker_exits
+from speedtronic.data.loading.epochs import epoch_aware_parts, epoch_aware_parts_of_loader, tell
+from speedtronic.data.loading.iterable_loader import StreamLoader
+from speedtronic.data.loading.loader import TokenLoader
+from speedtronic.data.loading.streams import check_order, order_of, restores_exactly, streams_in
+from speedtronic.data.loading.workers import type_name, worker_exits
 from speedtronic.errors import DataError
 
 _END = object()
@@ -80,6 +84,9 @@ class BatchStream:
     the workers of a user's loader continue only where they depend on the start of the epoch alone: not with
     `persistent_workers` after the first epoch, nor in an epoch in which a loader continued at its own position.
 
+    A loader that iterates a stream whose state does not lead back to the same place (`restores_exactly`) is read again
+    like one without a position. The loader, its samplers and its dataset are told each epoch if they have `set_epoch`.
+
     Args:
         loader: any iterable of batches.
         capture_rng: returns the state of all global random number generators, as a tree that a checkpoint can hold.
@@ -107,6 +114,16 @@ class BatchStream:
         self._capture_rng = capture_rng
         self._restore_rng = restore_rng
         self._warn = warn
+        # Our own loaders know which of their datasets to trust, and tell them the epoch, in their workers too. What
+        # another loader says of its position is worth as much as what its dataset says.
+        ours = isinstance(loader, TokenLoader | StreamLoader)
+        trusted = ours or restores_exactly(getattr(loader, "dataset", None))
+        self._stateful = loader if isinstance(loader, StatefulLoader) and trusted else None
+        self._epoch_aware = [] if ours else epoch_aware_parts_of_loader(loader)
+        persistent = not ours and getattr(loader, "persistent_workers", False)
+        inside = epoch_aware_parts(getattr(loader, "dataset", None)) if persistent else []
+        self._unreached = [part for part in inside if not streams_in(part)]  # those share their epoch with the workers
+        self._warned = False
         # Our own loaders handle workers that have exited, and say more.
         self._waiting = worker_exits.may_raise if isinstance(loader, DataLoader) else nullcontext
         self._batches: Iterator[Any] | None = None
@@ -115,12 +132,17 @@ class BatchStream:
         self._epoch = 0
         self._delivered = 0
         self._resumed: dict[str, Any] | None = None  # the state of the loader at which this pass was resumed
+        self._peeked: Any = _END
+        self._before_peek: dict[str, Any] = {}
 
     def __iter__(self) -> BatchStream:
         return self
 
     def __next__(self) -> Any:
         """The next batch. Raises DataError when a whole pass over the loader yields nothing."""
+        if self._peeked is not _END:
+            batch, self._peeked = self._peeked, _END
+            return batch
         while True:
             with self._waiting():
                 if self._batches is None:
@@ -137,8 +159,18 @@ class BatchStream:
             self._delivered = 0
             self._resumed = None
 
+    def peek(self) -> Any:
+        """The batch that the next `next` returns. The position stays where it is."""
+        if self._peeked is _END:
+            self._before_peek = self.state_dict()
+            self._peeked = next(self)
+        return self._peeked
+
     def skip(self, batches: int) -> None:
         """Continue after the next `batches` batches; a loader that cannot seek has to read them."""
+        if self._peeked is not _END and batches:
+            next(self)
+            batches -= 1
         if isinstance(self._loader, SeekingLoader):
             self._batches = None
             self._resumed = None
@@ -149,6 +181,7 @@ class BatchStream:
             next(self)
 
     def _start_pass(self) -> Iterator[Any]:
+        self._tell_epoch()
         if self._resumed is not None:
             # On the way to its position a loader may draw again what it drew before the position was saved.
             now = self._capture_rng()
@@ -156,19 +189,33 @@ class BatchStream:
             self._restore_rng(now)
             self._restore_own()
             return batches
-        if not isinstance(self._loader, StatefulLoader):
+        if self._stateful is None:
             self._rng_at_start = self._capture_rng()
             self._own_at_start = self._own_states()
         return iter(self._loader)
 
+    def _tell_epoch(self) -> None:
+        for part in self._epoch_aware:
+            tell(part, self._epoch)
+        if self._epoch and self._unreached and not self._warned:
+            self._warned = True
+            names = ", ".join(type_name(part) for part in self._unreached)
+            self._warn(
+                f"the workers of the data loader persist, so they keep their copies of {names}, which set_epoch "
+                f"reaches in this process only; with persistent_workers=False each epoch has workers that know it"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that `next` returned."""
-        if isinstance(self._loader, StatefulLoader):
+        if self._peeked is not _END:
+            return self._before_peek
+        if self._stateful is not None:
             if self._resumed is not None and self._batches is None:
                 return self._resumed
-            return {"loader": self._loader.state_dict(), "generators": self._own_states()}
+            return {"loader": self._stateful.state_dict(), "epoch": self._epoch, "generators": self._own_states()}
         return {
             "epoch": self._epoch,
+            "order": order_of(getattr(self._loader, "dataset", None)),
             "batches": self._delivered,
             "rng": self._rng_at_start,
             "generators": self._own_states() if self._batches is None else self._own_at_start,
@@ -185,22 +232,30 @@ class BatchStream:
         Raises:
             DataError: the state was saved for another kind of loader, or the loader has become shorter.
         """
-        if isinstance(self._loader, StatefulLoader) != ("loader" in state):
+        if "loader" in state and isinstance(self._loader, StatefulLoader) and self._stateful is None:
+            raise DataError(
+                "the checkpoint holds a position that its data loader cannot restore: the shuffle buffer of its stream "
+                "is not part of it; start a new run, from these weights with run.init_from if you like"
+            )
+        if (self._stateful is not None) != ("loader" in state):
             raise DataError(
                 "the checkpoint's data position was saved for another kind of loader (one has its own state, the "
                 "other has not); use the same kind again"
             )
+        self._peeked = _END
         self._batches = None
         self._delivered = 0
         self._own_at_start = list(state.get("generators", ()))
-        if isinstance(self._loader, StatefulLoader):
+        if self._stateful is not None:
+            self._epoch = int(state.get("epoch", 0))
             self._restore_own()
-            self._loader.load_state_dict(state["loader"])
+            self._stateful.load_state_dict(state["loader"])
             self._resumed = dict(state)
             return
         self._epoch = int(state["epoch"])
         self._rng_at_start = state["rng"]
         if state["batches"]:
+            check_order(getattr(self._loader, "dataset", None), state.get("order"))
             self._replay(int(state["batches"]))
         else:
             self._restore_own()
@@ -223,6 +278,7 @@ class BatchStream:
         )
         now = self._capture_rng()
         assert self._rng_at_start is not None
+        self._tell_epoch()
         try:
             if self._epoch and getattr(self._loader, "persistent_workers", False):
                 # Such a loader draws its workers' seed only in the first epoch: let it do so before the replay.

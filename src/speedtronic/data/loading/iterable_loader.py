@@ -12,8 +12,10 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from speedtronic.data.loading.collate import collate_batch
+from speedtronic.data.loading.epochs import epoch_aware_parts, tell
 from speedtronic.data.loading.loader import Collate, Fingerprinted
 from speedtronic.data.loading.sampler import GlobalBatch, derive_seed
+from speedtronic.data.loading.streams import check_order, order_of, restores_exactly
 from speedtronic.data.loading.workers import BatchMaker, Fetcher, OwnGenerators, blame, seed_generators, type_name
 from speedtronic.errors import DataError
 
@@ -33,14 +35,6 @@ class StatefulStream(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next `iter` continue at a saved position."""
-
-
-@runtime_checkable
-class EpochAware(Protocol):
-    """A dataset whose order depends on the epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch before each pass."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +76,9 @@ class StreamLoader:
     told the epoch.
 
     On resume without workers, a dataset with `state_dict` and `load_state_dict` continues at its own position. Any
-    other dataset is read again up to the batch, with a warning. It is recognised by its `fingerprint` if it has one,
-    otherwise by its type.
+    other dataset is read again up to the batch, with a warning; so is a stream of Hugging Face's `datasets` with a
+    shuffle buffer, which its state does not hold. It is recognised by its `fingerprint` if it has one, otherwise by its
+    type.
 
     Args:
         dataset: an `IterableDataset`, or anything that starts over with every `iter`; must pickle unless workers
@@ -198,6 +193,7 @@ class StreamLoader:
             "shards_itself": self._shards_itself,
             "seed": self._seed,
             "fingerprint": self.fingerprint,
+            "order": order_of(self.dataset),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -214,13 +210,16 @@ class StreamLoader:
                 f"the data is not that of the checkpoint: {self.fingerprint} now, {state['fingerprint']} then; give "
                 f"back the same dataset, or start a new run"
             )
+        if state["batches"]:
+            check_order(self.dataset, state.get("order"))
         if state["seed"] != self._seed:
             _log.warning("the random numbers that the dataset draws have changed (data.seed)")
         self._shards_itself = bool(state["shards_itself"])
         epoch, items = int(state["epoch"]), int(state["batches"] * state["batch_size"] * state["world_size"])
         number, rest = divmod(items, self._global_batch.size)
         knows_its_position = isinstance(self.dataset, StatefulStream)
-        position = state["position"] if knows_its_position and not self._position.workers else None
+        trusted = knows_its_position and not self._position.workers and restores_exactly(self.dataset)
+        position = state["position"] if trusted else None
         if items and position is None:
             # A dataset that shards itself reads other items in each worker when the number of workers changes.
             then, now = (
@@ -372,7 +371,7 @@ class _EpochReader:
 
     def position(self) -> Mapping[str, Any] | None:
         """Where the dataset and its generators are, after how many items; None when the dataset cannot say."""
-        if not isinstance(self._dataset, StatefulStream):
+        if not isinstance(self._dataset, StatefulStream) or not restores_exactly(self._dataset):
             return None
         return {"dataset": self._dataset.state_dict(), "generators": self._generators.states, "items": self._taken}
 
@@ -425,8 +424,8 @@ class _EpochReader:
     def _read(self) -> Iterator[Any]:
         number = self._taken
         try:
-            if isinstance(self._dataset, EpochAware):
-                self._dataset.set_epoch(self._epoch)
+            for part in epoch_aware_parts(self._dataset):
+                tell(part, self._epoch)
             if self._start is not None and isinstance(self._dataset, StatefulStream):
                 self._dataset.load_state_dict(self._start["dataset"])
             for item in self._dataset:

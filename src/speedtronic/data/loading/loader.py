@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Subset
 
 from speedtronic.data.loading.collate import collate_batch
 from speedtronic.data.loading.datasets import TokenDataset
+from speedtronic.data.loading.epochs import epoch_aware_parts, knows_epoch, tell
 from speedtronic.data.loading.sampler import BatchIndices, BatchSampler, GlobalBatch, SampleOrder, derive_seed
 from speedtronic.data.loading.workers import BatchMaker, Fetcher, blame, generators_kept, seed_generators, type_name
 from speedtronic.errors import DataError
@@ -40,8 +41,9 @@ class TokenLoader:
 
     Samples of a user's dataset are computed with Python's, NumPy's and torch's CPU generators seeded from (seed,
     epoch, index): random augmentation differs between samples and epochs, and repeats with the seed for any number
-    of workers. On resume such a dataset is recognised by its `fingerprint` if it has one, otherwise by type and
-    length.
+    of workers. A dataset with `set_epoch` is told each epoch before its first sample, in each worker, and alone or in
+    torch's `Subset` and the like. On resume such a dataset is recognised by its `fingerprint` if it has one, otherwise
+    by type and length.
 
     Ranks that read one dataset together divide its order into global batches of world_size · B samples, B for each
     rank. They divide the last, shorter one as evenly as possible, so that each sample comes once. The position counts
@@ -203,12 +205,20 @@ class _SampleBatches(BatchMaker):
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
+        self._epoch_aware = epoch_aware_parts(dataset)
 
     def make(self, key: BatchIndices) -> Any:
         if isinstance(self._dataset, TokenDataset):
             return self._dataset.batch(key.indices)
         samples = []
         with generators_kept():
+            for part in self._epoch_aware:
+                if not knows_epoch(part, key.epoch):
+                    seed_generators(derive_seed(self._seed, key.epoch, "set_epoch"))
+                    try:
+                        tell(part, key.epoch)
+                    except Exception as error:  # noqa: BLE001 - a dataset of the user's may raise anything
+                        raise blame(f"set_epoch({key.epoch}) of {type_name(part)}", error) from error
             for index in key.indices.tolist():
                 seed_generators(derive_seed(self._seed, key.epoch, index))
                 try:
