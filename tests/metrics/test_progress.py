@@ -126,6 +126,17 @@ def test_the_bar_moves_with_each_step_before_its_numbers_are_known() -> None:
     assert [line for line in screen(stream.getvalue()) if line.startswith("step 1/")] == []
 
 
+def test_a_terminal_of_80_characters_shows_all_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    with MetricLogger(stream=stream, progress="on", clock=Clock()) as logger:
+        logger.emit("train_start", {"step": 0, "target_steps": 100_000})
+        logger.emit("train_step", {**step(99_999), "eta_s": 3600.0})
+    shown = screen(stream.getvalue())[-1]
+    assert re.fullmatch(r"step 99999/100000 ━+╸ 99%  loss 2.5000  12.3k tok/s  eta 1:00:00  1.2 GB", shown)
+    assert len(shown) < 80
+
+
 def test_lines_of_steps_wait_for_the_next_frame_and_none_is_lost() -> None:
     """A frame costs about a millisecond, which a short step must not pay each time."""
     stream = Terminal()

@@ -222,6 +222,8 @@ def test_stop_ends_the_run_as_if_the_step_were_the_last(tmp_path: Path) -> None:
 def test_who_stopped_the_run_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
     make_trainer(callbacks=[Doing(4, RunView.stop)], logger=MetricLogger()).fit(100)
     assert "the callback Doing has stopped the run at step 4 of 100" in capsys.readouterr().out
+    make_trainer(callbacks=[Doing(4, RunView.stop)], logger=MetricLogger()).fit(4)
+    assert "stopped" not in capsys.readouterr().out
 
 
 def test_a_run_that_is_stopped_at_its_start_trains_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,17 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.metrics import MetricLogger
-from tests.support.models import Events, Regression, Silence, config_of, make_trainer, poisoned
+from speedtronic.trainer import Callback, RunView
+from tests.support.models import (
+    Endless,
+    Events,
+    Regression,
+    Silence,
+    config_of,
+    make_trainer,
+    poisoned,
+    regression_batches,
+)
 
 
 class Clock:
@@ -142,6 +153,54 @@ def test_the_last_step_is_logged_whatever_the_cadence(tmp_path: Path) -> None:
         ("checkpoint", 6),
         ("train_end", 6),
     ]
+
+
+def steps_and_events(folder: Path, train: Callable[[MetricLogger], object]) -> list[tuple[str, int]]:
+    with MetricLogger(stream=Silence(), json_file=folder / "l.jsonl", every_steps=100) as logger:
+        train(logger)
+    lines = [json.loads(line) for line in (folder / "l.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [(line["event"], line["step"]) for line in lines if line["event"] in ("train_step", "eval", "train_end")]
+
+
+def test_a_run_that_ends_early_logs_its_last_step_before_its_evaluation(tmp_path: Path) -> None:
+    class Ending(Callback):
+        def __init__(self, end: Callable[[RunView], object]) -> None:
+            self.end = end
+
+        def on_step_end(self, run: RunView) -> None:
+            if run.step == 3:
+                self.end(run)
+
+    def train(logger: MetricLogger, end: Callable[[RunView], object]) -> None:
+        config = config_of(eval={"every_steps": 3})
+        ours = make_trainer(
+            logger=logger, config=config, evaluator=lambda model, stop: {"loss": 1.0}, callbacks=[Ending(end)]
+        )
+        ours.fit(50)
+
+    stopped = steps_and_events(tmp_path, lambda logger: train(logger, RunView.stop))
+    assert stopped == [("train_step", 3), ("eval", 3), ("train_end", 3)]
+    (tmp_path / "l.jsonl").unlink()
+    by_signal = steps_and_events(
+        tmp_path, lambda logger: train(logger, lambda run: signal.raise_signal(signal.SIGTERM))
+    )
+    assert [event for event in by_signal if event[0] != "eval"] == [("train_step", 3), ("train_end", 3)]
+
+
+def test_a_run_that_fails_has_reported_the_steps_before(tmp_path: Path) -> None:
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        if number == 5:
+            raise OSError("the disk with the data is gone")
+        return regression_batches()[number]
+
+    def train(logger: MetricLogger) -> None:
+        logger.add_hook(events)
+        with pytest.raises(OSError, match="is gone"):
+            make_trainer(batches=Endless(batch), logger=logger).fit(50)
+
+    events = Events()
+    assert steps_and_events(tmp_path, train) == [("train_step", 5)]
+    assert [payload["step"] for payload in events.of("train_step")] == [1, 2, 3, 4, 5]
 
 
 def test_the_progress_line_hears_of_each_step_at_once() -> None:

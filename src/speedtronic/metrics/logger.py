@@ -145,7 +145,7 @@ class MetricLogger:
             if event == TRAIN_STEP:
                 self._held = None
             elif event == TRAIN_START or event in ENDS:
-                self._write_held()
+                self.log_last_step()
                 self._target = payload.get("target_steps") if event == TRAIN_START else None
             self._write(event, event_level(event), payload)
         for hook in self.hooks:
@@ -164,6 +164,12 @@ class MetricLogger:
             with self._lock:
                 self._progress.move_to(step)
 
+    def log_last_step(self) -> None:
+        """Write the step that was emitted last, if the cadence has kept it from the sinks: no other follows it."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._write_record(held._replace(payload=plain_payload(held.payload)))
+
     def info(self, message: str) -> None:
         self._log(INFO, message)
 
@@ -180,7 +186,7 @@ class MetricLogger:
         """
         for thread in list(self._hook_threads.values()):
             thread.close()
-        self._write_held()
+        self.log_last_step()
         with self._lock:
             for sink in self._sinks:
                 sink.close()
@@ -202,12 +208,6 @@ class MetricLogger:
         step = payload.get("step", 0)
         # A step that is not a number is shown: the sender may have a reason for it.
         return not isinstance(step, numbers.Real) or step % self.every_steps == 0 or step == self._target
-
-    def _write_held(self) -> None:
-        """Write the last step of a run that ended between two steps of the cadence."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._write_record(held._replace(payload=plain_payload(held.payload)))
 
     def _write(self, event: str, level: int, payload: Mapping[str, Any]) -> None:
         self._write_record(self._record(event, level, payload))

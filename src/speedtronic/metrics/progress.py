@@ -18,6 +18,7 @@ ProgressMode: TypeAlias = Literal["off", "auto", "on"]
 PROGRESS_MODES: tuple[ProgressMode, ...] = ("off", "auto", "on")
 
 _SECONDS_BETWEEN_FRAMES = 0.1
+_WIDE = 100  # characters; a narrower terminal gets a shorter bar, so that the numbers after it are not cut off
 
 
 class ProgressSink:
@@ -93,11 +94,12 @@ class ProgressSink:
 
         # rich may replace `sys.stdout` by a stream that writes above the live line. The line itself needs the old one.
         stream = self._console.stream.target
+        console = Console(file=cast("TextIO", ConsoleStream(stream)))
         self._live = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=20 if console.width >= _WIDE else 6),
             TextColumn("{task.fields[numbers]}", markup=False),
-            console=Console(file=cast("TextIO", ConsoleStream(stream))),
+            console=console,
             auto_refresh=False,
             redirect_stdout=stream is sys.stdout,
             redirect_stderr=stream is sys.stdout and ConsoleStream(sys.stderr).isatty(),

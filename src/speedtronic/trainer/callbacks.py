@@ -205,7 +205,7 @@ class Callbacks:
                 except Exception as error:  # the callback is the user's code; the error is raised on, and names it
                     error.add_note(f"raised by the callback {name} in {moment}, after step {run.step}")
                     raise
-                if run.stopping and not was_stopping:
+                if run.stopping and not was_stopping and run.step < run.target:
                     run.logger.info(f"the callback {name} has stopped the run at step {run.step} of {run.target}")
         finally:
             self._calling = before

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +63,7 @@ class _Fit:
     signals: SignalWatch
     view: RunView
     show_step: Callable[[int], object]
+    log_last_step: Callable[[], object]
     evaluated_at: int | None = None
     eval_loss: float | None = None
 
@@ -279,12 +280,16 @@ class Trainer:
                 can_save=saver is not None,
             ),
             show_step=getattr(self.logger, "show_step", lambda step: None),
+            log_last_step=getattr(self.logger, "log_last_step", lambda: None),
         )
         stack.callback(self._leave)
         return fit
 
     def _leave(self) -> None:
-        """Keep the scaler's state for the next `fit`, which makes a new scaler."""
+        """Report the steps before a failure, and keep the scaler's state for the next `fit`, which makes a new one."""
+        # The device may be what failed. Then the numbers are lost; the error that is on its way is what matters.
+        with suppress(Exception):
+            self._settle()
         if self._fit is not None and self._fit.updater.scaler.is_enabled():
             self._state.scaler = self._fit.updater.scaler.state_dict()
         self._fit = None
@@ -431,6 +436,9 @@ class Trainer:
         try:
             self._callbacks.call("on_step_end", fit.view)
             if not fit.wants_more(self.step):
+                # The last step, so its line comes now, before those of its evaluation and its checkpoint.
+                self._settle()
+                fit.log_last_step()
                 self._hand_over(fit)
             every = self.config.eval.every_steps
             if every is not None and self.step % every == 0:
