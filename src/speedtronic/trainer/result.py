@@ -93,7 +93,7 @@ class TrainResult:
     tokens: int
     final_loss: float | None
     elapsed_s: float
-    metrics: _ListWhenRead = _ListWhenRead()
+    metrics: list[dict[str, Any]] = _ListWhenRead()  # type: ignore[assignment]  # reading it gives such a list
     eval_loss: float | None = None
     interrupted_by: int | None = None
     save_error: str | None = None

@@ -524,7 +524,7 @@ class Trainer:
             tokens=self._state.counters.tokens,
             final_loss=fit.reporter.final_loss,
             elapsed_s=fit.reporter.elapsed(),
-            metrics=fit.reporter.records,
+            metrics=fit.reporter.records,  # type: ignore[arg-type]  # a list once it is read
             eval_loss=fit.eval_loss,
             interrupted_by=None if signal is None else int(signal),
             save_error=fit.saver.error if fit.saver is not None else None,
