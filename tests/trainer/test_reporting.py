@@ -187,6 +187,23 @@ def test_a_run_that_ends_early_logs_its_last_step_before_its_evaluation(tmp_path
     assert [event for event in by_signal if event[0] != "eval"] == [("train_step", 3), ("train_end", 3)]
 
 
+def test_a_run_that_its_evaluation_stops_logs_its_last_step_before_its_checkpoint(tmp_path: Path) -> None:
+    class Stopping(Callback):
+        def on_eval_end(self, run: RunView) -> None:
+            run.stop()
+
+    with MetricLogger(stream=Silence(), json_file=tmp_path / "l.jsonl", every_steps=100) as logger:
+        make_trainer(
+            logger=logger,
+            config=config_of(eval={"every_steps": 3}),
+            evaluator=lambda model, should_stop: {"loss": 1.0},
+            checkpoint_manager=CheckpointManager(tmp_path / "checkpoints"),
+            callbacks=[Stopping()],
+        ).fit(50)
+    events = [json.loads(line)["event"] for line in (tmp_path / "l.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [event for event in events if event != "log"][-4:] == ["eval", "train_step", "checkpoint", "train_end"]
+
+
 def test_a_run_that_fails_has_reported_the_steps_before(tmp_path: Path) -> None:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         if number == 5:

@@ -473,7 +473,7 @@ class Trainer:
     def _evaluate_now(self) -> Mapping[str, Any] | None:
         fit, evaluator = self._fit, self._evaluator
         if fit is None or evaluator is None:
-            raise RuntimeError("the fit that this view belongs to has ended")
+            raise RuntimeError("this view of a run is of a fit that has ended: nothing can be evaluated")
         # A step that is not finite raises here.
         self._settle()
         averaged = self.averaged_model
@@ -506,6 +506,7 @@ class Trainer:
     def _finish(self, fit: _Fit) -> TrainResult:
         """Evaluate and save a last time, and say what the run came to."""
         self._settle()
+        fit.log_last_step()
         self._hand_over(fit)
         made_progress = self.step > fit.first_step
         try:
