@@ -88,8 +88,10 @@ def hugging_face_config(
             "these are not the weights of the reference transformer that its configuration describes:\n  "
             + "\n  ".join(problems)
         )
+    family = "Qwen3" if model.qk_norm else "Llama"
     return {
-        **(_qwen3_part(model) if model.qk_norm else _LLAMA_PART),
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
         "intermediate_size": gate[0],
@@ -103,6 +105,7 @@ def hugging_face_config(
         "tie_word_embeddings": _HEAD not in shapes,
         "attention_bias": False,
         "attention_dropout": 0.0,
+        **({} if model.qk_norm else {"mlp_bias": False}),  # a Qwen3 has no such option
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": token_id,
@@ -113,20 +116,17 @@ def hugging_face_config(
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
         "torch_dtype": dtype,
         "dtype": dtype,
+        **(_without_sliding_window(model.n_layer) if model.qk_norm else {}),
     }
 
 
-_LLAMA_PART: Mapping[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
-
-
-def _qwen3_part(model: ModelConfig) -> dict[str, Any]:
+def _without_sliding_window(layers: int) -> dict[str, Any]:
+    """What a Qwen3 says besides: every layer attends to all that is before."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
         "use_sliding_window": False,
         "sliding_window": None,
-        "max_window_layers": model.n_layer,
-        "layer_types": ["full_attention"] * model.n_layer,
+        "max_window_layers": layers,
+        "layer_types": ["full_attention"] * layers,
     }
 
 
