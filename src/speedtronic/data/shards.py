@@ -126,7 +126,8 @@ class ShardSet:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder).absolute()
+        self.folder = Path(folder)
+        self._place = self.folder.absolute()  # for what is read later: the working directory may change
         try:
             index = _read_index(self.folder)
             self.dtype = TOKEN_DTYPES[index.dtype]
@@ -178,7 +179,7 @@ class ShardSet:
             DataError: its description is damaged, or this version does not know its kind.
             MissingExtraError: the library that it needs is not installed.
         """
-        path = self.folder / TOKENIZER_SPEC
+        path = self._place / TOKENIZER_SPEC
         try:
             spec = _read_json(path, _LARGEST_SPEC)
         except OSError as error:
@@ -267,7 +268,7 @@ class ShardSet:
             for name, expected in ((shard.file, shard.sha256), (shard.documents_file, shard.documents_sha256)):
                 digest = hashlib.sha256()
                 try:
-                    with (self.folder / name).open("rb") as file:
+                    with (self._place / name).open("rb") as file:
                         file.seek(HEADER.size)
                         while piece := file.read(READ_AT_ONCE):
                             digest.update(piece)
@@ -291,7 +292,7 @@ class ShardSet:
     def _opened(self, name: str, dtype: np.dtype[np.unsignedinteger[Any]], entries: int) -> UnsignedArray | FileArray:
         if len(self._open) >= _MOST_OPEN:
             self._open.clear()
-        path = self.folder / name
+        path = self._place / name
         try:
             with path.open("rb", buffering=0) as file:
                 _check_size(path, file, dtype, entries)  # reading a map beyond the end of its file is a SIGBUS
