@@ -65,7 +65,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(trees)
 def test_every_tree_comes_back_equal(tree: Any) -> None:
     assert equal(round_trip(tree), tree)

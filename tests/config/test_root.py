@@ -301,7 +301,7 @@ def test_a_copy_keeps_what_was_given(twin: object) -> None:
 texts = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=12)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     name=texts,
     lr=st.floats(0, 1e300),
@@ -327,7 +327,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(keys, trees, max_size=4))
 def test_any_mapping_is_a_config_or_a_config_error(tree: dict[str, object]) -> None:
     try:

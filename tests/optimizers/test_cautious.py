@@ -70,7 +70,7 @@ numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 values = st.lists(st.tuples(numbers, numbers), max_size=20)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values)
 def test_the_mask_keeps_the_entries_that_oppose_the_gradient(pairs: list[tuple[float, float]]) -> None:
     update, gradient = torch.tensor(pairs, dtype=torch.float32).reshape(-1, 2).unbind(1)
@@ -80,7 +80,7 @@ def test_the_mask_keeps_the_entries_that_oppose_the_gradient(pairs: list[tuple[f
     assert agreeing(update, gradient).tolist() == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values)
 def test_the_rescale_factor_is_all_entries_over_kept_entries_plus_one(pairs: list[tuple[float, float]]) -> None:
     update, gradient = torch.tensor(pairs, dtype=torch.float64).clamp(-1e30, 1e30).reshape(-1, 2).unbind(1)

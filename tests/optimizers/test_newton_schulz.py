@@ -177,7 +177,7 @@ def test_a_nonfinite_matrix_becomes_nan_and_its_neighbours_do_not() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batch=st.lists(st.integers(1, 3), min_size=0, max_size=2),
     rows=st.integers(1, 12),

@@ -472,7 +472,7 @@ def test_synthetic_data_of_another_seed_say_what_they_depend_on() -> None:
     read=st.integers(0, 12),
     skipped=st.integers(0, 30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_skipping_batches_ends_where_reading_them_does(
     size: int, batch_size: int, world_size: int, drop_last: bool, read: int, skipped: int
 ) -> None:

@@ -89,7 +89,7 @@ def check_cuts(tokenizer: Tokenizer, text: str) -> None:
         assert tokenizer.encode(before) + tokenizer.encode(after) == whole, (before, after)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=texts)
 @example(text="one.\n/two ab\nx")
 @example(text="a\r\nb it's a\nb' s 12 345")
@@ -98,7 +98,7 @@ def test_the_parts_of_a_text_have_the_ids_of_the_whole(tokenizer: Tokenizer, tex
 
 
 @needs_gpt2_ranks
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=texts)
 def test_the_parts_of_a_text_have_the_ids_of_the_whole_in_gpt2(gpt2: Tokenizer, text: str) -> None:
     check_cuts(gpt2, text)
