@@ -14,7 +14,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes says how busy the machine is, and nothing about the code.
-settings.register_profile("without deadline")
+settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
 
 
