@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -289,6 +291,26 @@ def test_an_evaluation_before_the_first_step_can_be_asked_for() -> None:
     events = Events()
     make_trainer(events=events, evaluator=evaluator, callbacks=[Before()]).fit(2)
     assert [payload["step"] for payload in events.of("eval")] == [0, 2]
+
+
+def test_a_view_that_is_kept_evaluates_nothing_after_its_fit() -> None:
+    kept: list[RunView] = []
+    make_trainer(evaluator=evaluator, callbacks=[Doing(1, kept.append)]).fit(2)
+    with pytest.raises(RuntimeError, match="a fit that has ended"):
+        kept[0].evaluate()
+
+
+def test_a_model_leaves_memory_with_its_trainer() -> None:
+    make_trainer(evaluator=evaluator).fit(1)  # what is imported at the first one may hold on to it
+    trainer = make_trainer(evaluator=evaluator)
+    trainer.fit(1)
+    model = weakref.ref(trainer.model)
+    gc.disable()
+    try:
+        del trainer
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 def test_save_writes_what_all_callbacks_of_the_step_left(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from speedtronic.metrics import MetricLogger
 from speedtronic.trainer.readback import Numbers
-from speedtronic.trainer.result import MetricRecords, finite_or_none
+from speedtronic.trainer.result import MetricRecords, TrainResult, finite_or_none
 from speedtronic.trainer.throughput import peak_memory_bytes
 
 # The pace that the time left is computed from forgets a step with this factor: it remembers about the last ten.
@@ -162,6 +162,30 @@ class StepReporter:
         self._first.tokens += tokens - self._counters.tokens
         self._counters.samples, self._counters.tokens = samples, tokens
 
-    def elapsed(self) -> float:
-        """Seconds since `fit` began."""
-        return time.perf_counter() - self.started
+    def end(
+        self, step: int, *, eval_loss: float | None, interrupted_by: int | None, save_error: str | None
+    ) -> TrainResult:
+        """What `fit` came to at its last step, which the event `train_end` says too."""
+        result = TrainResult(
+            steps=step,
+            samples=self._counters.samples,
+            tokens=self._counters.tokens,
+            final_loss=self.final_loss,
+            elapsed_s=time.perf_counter() - self.started,
+            metrics=self.records,  # type: ignore[arg-type]  # a list once it is read
+            eval_loss=eval_loss,
+            interrupted_by=interrupted_by,
+            save_error=save_error,
+        )
+        self._logger.emit(
+            "train_end",
+            {
+                "step": result.steps,
+                "samples": result.samples,
+                "tokens": result.tokens,
+                "final_loss": result.final_loss,
+                "eval_loss": result.eval_loss,
+                "duration_s": result.elapsed_s,
+            },
+        )
+        return result

@@ -96,6 +96,15 @@ def with_defaults(coordinator: SyncCoordinator, config: SpeedtronicConfig) -> Fu
     return cast(FullCoordinator, _WithDefaults(coordinator, reset=reset))
 
 
+def start_with_state(coordinator: FullCoordinator, state: dict[str, Any] | None) -> None:
+    """Start the coordinator, and give it the state of a checkpoint where there is one."""
+    if state is not None:
+        coordinator.prepare_state(state)
+    coordinator.start()
+    if state is not None:
+        coordinator.load_state_dict(state)
+
+
 class _WithDefaults:
     """Answers with the coordinator's own member where it has one, else with the default of `FullCoordinator`."""
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,10 @@ from speedtronic.model.modes import PartsSetApart
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.ranks import Group, SingleProcess
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
-from speedtronic.trainer.callbacks import Callbacks, RunView
+from speedtronic.trainer.between_steps import BetweenSteps, Evaluator
+from speedtronic.trainer.callbacks import Callbacks
 from speedtronic.trainer.compile import Compilation
+from speedtronic.trainer.fit import Fit
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
@@ -37,38 +38,9 @@ from speedtronic.trainer.saving import CheckpointSaver
 from speedtronic.trainer.signals import SignalWatch
 from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
-from speedtronic.trainer.sync import FullCoordinator, SyncCoordinator, with_defaults
+from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
 from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
-
-
-class Evaluator(Protocol):
-    """Measures a model on held-out data, and leaves its train/eval flags and the RNG as it found them."""
-
-    def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Mapping[str, Any] | None:
-        """Return the numbers of the `eval` event, `loss` among them; None when it gave up because it should stop."""
-
-
-@dataclass
-class _Fit:
-    """What one call of `fit` works with."""
-
-    first_step: int
-    target: int
-    updater: Updater
-    readback: Readback
-    reporter: StepReporter
-    saver: CheckpointSaver | None
-    coordinator: FullCoordinator | None
-    signals: SignalWatch
-    view: RunView
-    show_step: Callable[[int], object]
-    log_last_step: Callable[[], object]
-    evaluated_at: int | None = None
-    eval_loss: float | None = None
-
-    def wants_more(self, step: int) -> bool:
-        return step < self.target and self.signals.received is None and not self.view.stopping
 
 
 class Trainer:
@@ -101,10 +73,9 @@ class Trainer:
             configuration names are built by `build_runtime`.
 
     Raises:
-        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them; or one of
-            the callbacks is none.
+        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them; one of the
+            callbacks is none; or `config.loss` names a function that cannot be imported.
         DeviceError: the device does not exist here.
-        ConfigError: `config.loss` names a function that cannot be imported.
     """
 
     def __init__(
@@ -161,7 +132,7 @@ class Trainer:
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
         self._count_warning = Once(self.logger.warning)
         self._parts = PartsSetApart(model, inform=self.logger.info, warn=self.logger.warning)
-        self._fit: _Fit | None = None
+        self._fit: Fit | None = None
         if self.config.gradient_checkpointing:
             enable_gradient_checkpointing(model, self.logger)
         self._compilation = Compilation(model, self.config, self.logger)
@@ -210,7 +181,8 @@ class Trainer:
             self._skip_finished_work(fit)
             self._state.start_average(self)
             self._announce(fit)
-            self._start_callbacks(fit)
+            # The average has started by now: a callback may freeze weights again that were averaged before the save.
+            fit.between.begin()
             fit.reporter.begin()
             while fit.wants_more(self.step):
                 if self._train_step(fit):
@@ -219,7 +191,7 @@ class Trainer:
 
     train = fit
 
-    def _begin(self, max_steps: int | None, stack: ExitStack) -> _Fit:
+    def _begin(self, max_steps: int | None, stack: ExitStack) -> Fit:
         """Lock the folders, put the model on the device, and build what this call of `fit` needs."""
         configured = self.config.data.max_steps or self.config.run.max_steps
         requested = next(steps for steps in (max_steps, self.max_steps, configured) if steps is not None)
@@ -252,7 +224,9 @@ class Trainer:
         target = max(self.step, requested)
         # A user's own logger may have no cadence; then every step is logged.
         every = getattr(self.logger, "every_steps", 1)
-        self._fit = fit = _Fit(
+        reporter = StepReporter(self.logger, self._state.counters, self.device, utilisation, target=target, every=every)
+        signals = stack.enter_context(SignalWatch())
+        self._fit = fit = Fit(
             first_step=self.step,
             target=target,
             updater=Updater(
@@ -267,17 +241,20 @@ class Trainer:
                 logger=self.logger,
             ),
             readback=Readback(self.device, every),
-            reporter=StepReporter(
-                self.logger, self._state.counters, self.device, utilisation, target=target, every=every
-            ),
+            reporter=reporter,
             saver=saver,
             coordinator=with_defaults(self.coordinator, self.config) if self.coordinator is not None else None,
-            signals=stack.enter_context(SignalWatch()),
-            view=RunView(
+            signals=signals,
+            between=BetweenSteps(
                 self,
                 target=target,
-                evaluate=None if self._evaluator is None else self._evaluate_now,
-                can_save=saver is not None,
+                callbacks=self._callbacks,
+                evaluator=self._evaluator,
+                saver=saver,
+                signals=signals,
+                reporter=reporter,
+                settle=self._settle,
+                state_dict=self.state_dict,
             ),
             show_step=getattr(self.logger, "show_step", lambda step: None),
             log_last_step=getattr(self.logger, "log_last_step", lambda: None),
@@ -290,8 +267,10 @@ class Trainer:
         # The device may be what failed. Then the numbers are lost; the error that is on its way is what matters.
         with suppress(Exception):
             self._settle()
-        if self._fit is not None and self._fit.updater.scaler.is_enabled():
-            self._state.scaler = self._fit.updater.scaler.state_dict()
+        if self._fit is not None:
+            self._fit.between.close()
+            if self._fit.updater.scaler.is_enabled():
+                self._state.scaler = self._fit.updater.scaler.state_dict()
         self._fit = None
 
     def _validate_shapes(self) -> None:
@@ -304,19 +283,13 @@ class Trainer:
             config = config.model_copy(update={"shape_validation": checks})
         self.shape_report = validate_startup_shapes(config, self.model, self.device, self.precision, self.logger)
 
-    def _start_coordinator(self, fit: _Fit, stack: ExitStack) -> None:
-        if fit.coordinator is None:
-            return
-        stack.callback(fit.coordinator.stop)
-        staged = self._state.coordinator
-        if staged is not None:
-            fit.coordinator.prepare_state(staged)
-        fit.coordinator.start()
-        if staged is not None:
-            fit.coordinator.load_state_dict(staged)
-        self._state.coordinator = None
+    def _start_coordinator(self, fit: Fit, stack: ExitStack) -> None:
+        if fit.coordinator is not None:
+            stack.callback(fit.coordinator.stop)
+            start_with_state(fit.coordinator, self._state.coordinator)
+            self._state.coordinator = None
 
-    def _announce(self, fit: _Fit) -> None:
+    def _announce(self, fit: Fit) -> None:
         self.logger.emit(
             "train_start",
             {
@@ -329,16 +302,9 @@ class Trainer:
             },
         )
 
-    def _start_callbacks(self, fit: _Fit) -> None:
-        # The average has started by now: a callback may freeze weights again that were averaged before the checkpoint.
-        self._callbacks.restore(self.logger)
-        self._callbacks.call("on_train_start", fit.view)
-        if fit.view.saving:
-            self._save(fit)
-
     # ------------------------------------------------------------------ one global step
 
-    def _train_step(self, fit: _Fit) -> bool:
+    def _train_step(self, fit: Fit) -> bool:
         """Run one global step; false when the gradient scaler skipped its update."""
         batches = [next(self._state.batches) for _ in range(self.config.accumulation_steps)]
         if self.config.data.labels == "unshifted":
@@ -379,7 +345,7 @@ class Trainer:
             bad=bad,
             at=time.perf_counter(),
         )
-        fit.view.note_update(update)
+        fit.between.view.note_update(update)
         self._report(fit, fit.readback.add(update))
         fit.show_step(self.step)
         self._skip_finished_work(fit)
@@ -391,7 +357,7 @@ class Trainer:
     def _batch_size_and_tokens(self, batch: Any) -> tuple[int, int | Tensor]:
         return batch_size_and_tokens(batch, self._count_warning)
 
-    def _skip_finished_work(self, fit: _Fit) -> None:
+    def _skip_finished_work(self, fit: Fit) -> None:
         """Skip the work that the coordinator knows to be done: its data, its steps, its learning rates."""
         position = fit.coordinator.continue_at() if fit.coordinator is not None else None
         if position is None or position.step <= self.step:
@@ -412,7 +378,7 @@ class Trainer:
         if self._fit is not None:
             self._report(self._fit, self._fit.readback.drain())
 
-    def _report(self, fit: _Fit, arrived: list[Numbers]) -> None:
+    def _report(self, fit: Fit, arrived: list[Numbers]) -> None:
         for numbers in arrived:
             if numbers.bad:
                 self._refuse(numbers.update.step, numbers.loss, numbers.grad_norm)
@@ -428,127 +394,48 @@ class Trainer:
         self.step = step - 1
         raise nonfinite_error(step, loss=loss, norm=norm)
 
-    def _act_between_steps(self, fit: _Fit) -> None:
+    def _act_between_steps(self, fit: Fit) -> None:
         """Let the callbacks act, evaluate, and save: a checkpoint holds what the others did and measured.
 
         It is written even if one of them fails.
         """
         try:
-            self._callbacks.call("on_step_end", fit.view)
-            if not fit.wants_more(self.step):
+            fit.between.tell_of_step()
+            last = not fit.wants_more(self.step)
+            if last:
                 # The last step, so its line comes now, before those of its evaluation and its checkpoint.
                 self._settle()
                 fit.log_last_step()
                 self._hand_over(fit)
-            every = self.config.eval.every_steps
-            if every is not None and self.step % every == 0:
-                self._evaluate(fit)
+            fit.between.evaluate_if_due(last=last)
         except NonFiniteError:
             # An update was found to be not finite when its numbers were read. Nothing of it is saved.
             raise
         except BaseException:
-            self._save_if_due(fit)
+            fit.between.save_if_due()
             raise
-        self._save_if_due(fit)
+        fit.between.save_if_due()
 
-    def _save_if_due(self, fit: _Fit) -> None:
-        if fit.saver is None:
-            return
-        fit.saver.poll()
-        self._tell_of_checkpoints(fit)
-        if fit.saver.due(self.step) or fit.view.saving:
-            self._save(fit)
-
-    def _hand_over(self, fit: _Fit) -> None:
+    def _hand_over(self, fit: Fit) -> None:
         if fit.coordinator is not None:
             # A step that is not finite raises here, before other machines get it.
             self._settle()
             fit.coordinator.hand_over()
 
-    def _evaluate(self, fit: _Fit) -> None:
-        """Evaluate this step, unless that has been done."""
-        if self._evaluator is not None and fit.evaluated_at != self.step:
-            self._evaluate_now()
-
-    def _evaluate_now(self) -> Mapping[str, Any] | None:
-        fit, evaluator = self._fit, self._evaluator
-        if fit is None or evaluator is None:
-            raise RuntimeError("this view of a run is of a fit that has ended: nothing can be evaluated")
-        # A step that is not finite raises here.
-        self._settle()
-        averaged = self.averaged_model
-        model = self.model if averaged is None else averaged
-        with fit.reporter.evaluating():
-            numbers = evaluator(model, lambda: fit.signals.received is not None)
-        if numbers is not None:
-            fit.evaluated_at, fit.eval_loss = self.step, numbers["loss"]
-            self.logger.emit("eval", {"step": self.step, **numbers})
-            fit.view.evaluation = numbers
-            self._callbacks.call("on_eval_end", fit.view)
-        return numbers
-
-    def _save(self, fit: _Fit) -> None:
-        """Save this step, unless that has been done and no callback asks for it again."""
-        assert fit.saver is not None
-        if fit.view.saving or not fit.saver.holds(self.step):
-            # A step that is not finite raises here, so that it never becomes a checkpoint.
-            self._settle()
-            fit.view.saving = False
-            fit.saver.save(self.step, self.state_dict())
-            self._tell_of_checkpoints(fit)
-
-    def _tell_of_checkpoints(self, fit: _Fit) -> None:
-        """Tell the callbacks of the checkpoints that have become durable."""
-        while fit.saver is not None and fit.saver.finished:
-            fit.view.checkpoint = fit.saver.finished.pop(0)
-            self._callbacks.call("on_checkpoint", fit.view)
-
-    def _finish(self, fit: _Fit) -> TrainResult:
+    def _finish(self, fit: Fit) -> TrainResult:
         """Evaluate and save a last time, and say what the run came to."""
         self._settle()
         fit.log_last_step()
         self._hand_over(fit)
-        made_progress = self.step > fit.first_step
-        try:
-            if self.config.eval.at_end and made_progress and fit.signals.received is None:
-                self._evaluate(fit)
-        finally:
-            self._save_the_last(fit, made_progress=made_progress)
-        # After the last checkpoint: a longer run that resumes from it is to continue as if this one had not ended.
-        self._callbacks.call("on_train_end", fit.view)
-        self._save_the_last(fit, made_progress=False)
+        fit.between.finish(made_progress=self.step > fit.first_step)
         if (signal := fit.signals.received) is not None:
             self.logger.emit("interrupted", {"step": self.step, "signal": signal.name})
-        result = TrainResult(
-            steps=self.step,
-            samples=self._state.counters.samples,
-            tokens=self._state.counters.tokens,
-            final_loss=fit.reporter.final_loss,
-            elapsed_s=fit.reporter.elapsed(),
-            metrics=fit.reporter.records,  # type: ignore[arg-type]  # a list once it is read
-            eval_loss=fit.eval_loss,
+        return fit.reporter.end(
+            self.step,
+            eval_loss=fit.between.eval_loss,
             interrupted_by=None if signal is None else int(signal),
             save_error=fit.saver.error if fit.saver is not None else None,
         )
-        self.logger.emit(
-            "train_end",
-            {
-                "step": result.steps,
-                "samples": result.samples,
-                "tokens": result.tokens,
-                "final_loss": result.final_loss,
-                "eval_loss": result.eval_loss,
-                "duration_s": result.elapsed_s,
-            },
-        )
-        return result
-
-    def _save_the_last(self, fit: _Fit, *, made_progress: bool) -> None:
-        """Save, if there is something new or a callback has asked for it, and wait until it is durable."""
-        if fit.saver is not None and (made_progress or fit.view.saving):
-            self._save(fit)
-            fit.saver.wait()
-            self._tell_of_checkpoints(fit)
 
     # ------------------------------------------------------------------ state
 
@@ -569,7 +456,7 @@ class Trainer:
             scaler=fit.updater.scaler.state_dict(),
             callbacks=self._callbacks.state_dict(),
             loss=fit.reporter.final_loss,
-            eval_loss=fit.eval_loss if fit.evaluated_at == self.step else None,
+            eval_loss=fit.between.eval_loss if fit.between.evaluated_at == self.step else None,
         )
 
     def resume(self, state: Mapping[str, Any]) -> None:

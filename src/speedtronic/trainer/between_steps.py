@@ -1,0 +1,171 @@
+"""What happens between two steps of a run, besides its training: callbacks, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from speedtronic.trainer.callbacks import Callbacks, RunView
+from speedtronic.trainer.reporting import StepReporter
+from speedtronic.trainer.saving import CheckpointSaver
+from speedtronic.trainer.signals import SignalWatch
+from speedtronic.trainer.state import Run
+
+
+class Evaluator(Protocol):
+    """Measures a model on held-out data, and leaves its train/eval flags and the RNG as it found them."""
+
+    def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Mapping[str, Any] | None:
+        """Return the numbers of the `eval` event, `loss` among them; None when it gave up because it should stop."""
+
+
+class BetweenSteps:
+    """The callbacks, the evaluations and the checkpoints of one `fit`. `Trainer._act_between_steps` orders them.
+
+    Attributes:
+        view: the run as its callbacks see it.
+        evaluated_at: the step of the last evaluation, or None.
+        eval_loss: the loss of the last evaluation, or None.
+
+    Args:
+        run: the trainer.
+        target: the global step at which `fit` ends.
+        callbacks: they are called with the view.
+        evaluator: measures the model, or its average where one is kept; None where nothing is held out.
+        saver: writes the checkpoints; None where the run writes none.
+        signals: one that has arrived ends an evaluation.
+        reporter: an evaluation takes no time of its intervals.
+        settle: waits for the numbers of all updates so far, and raises for one that is not finite.
+        state_dict: what a checkpoint of now holds.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        target: int,
+        callbacks: Callbacks,
+        evaluator: Evaluator | None,
+        saver: CheckpointSaver | None,
+        signals: SignalWatch,
+        reporter: StepReporter,
+        settle: Callable[[], None],
+        state_dict: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.view = RunView(
+            run,
+            target=target,
+            evaluate=None if evaluator is None else self._evaluate_now,
+            can_save=saver is not None,
+        )
+        self.evaluated_at: int | None = None
+        self.eval_loss: float | None = None
+        self._ended = False
+        self._run = run
+        self._callbacks = callbacks
+        self._evaluator = evaluator
+        self._saver = saver
+        self._signals = signals
+        self._reporter = reporter
+        self._settle = settle
+        self._state_dict = state_dict
+
+    def begin(self) -> None:
+        """Give the callbacks their saved states, and tell them that training starts."""
+        self._callbacks.restore(self._run.logger)
+        self._callbacks.call("on_train_start", self.view)
+        if self.view.saving:
+            self._save()
+
+    def tell_of_step(self) -> None:
+        """Tell the callbacks that a step has ended."""
+        self._callbacks.call("on_step_end", self.view)
+
+    def evaluate_if_due(self, *, last: bool) -> None:
+        """Evaluate, if the cadence asks for it.
+
+        After the last step the evaluation of `eval.at_end` is due here too, if a checkpoint of that step is: it comes
+        after, so that it has the loss.
+        """
+        section = self._run.config.eval
+        due = section.every_steps is not None and self._run.step % section.every_steps == 0
+        at_end = last and section.at_end and self._signals.received is None
+        if due or (at_end and self._save_is_due()):
+            self._evaluate()
+
+    def save_if_due(self) -> None:
+        """Save, if the cadence or a callback asks for it, and tell of saves that have become durable."""
+        if self._saver is None:
+            return
+        self._saver.poll()
+        self._tell_of_checkpoints()
+        if self._save_is_due():
+            self._save()
+
+    def _save_is_due(self) -> bool:
+        return self._saver is not None and (self._saver.due(self._run.step) or self.view.saving)
+
+    def finish(self, *, made_progress: bool) -> None:
+        """Evaluate and save a last time, if there was a step at all, and tell the callbacks that training ends."""
+        try:
+            if self._run.config.eval.at_end and made_progress and self._signals.received is None:
+                self._evaluate()
+        finally:
+            self._save_the_last(made_progress=made_progress)
+        # After the last checkpoint: a longer run that resumes from it is to continue as if this one had not ended.
+        self._callbacks.call("on_train_end", self.view)
+        self._save_the_last(made_progress=False)
+
+    def close(self) -> None:
+        """The `fit` has ended, and a view that a callback has kept evaluates nothing any more."""
+        self._ended = True
+        # View and evaluation refer to each other. Without this, the model would stay in memory until Python looks for
+        # such circles, and a GPU's memory with it.
+        del self.view
+
+    def _evaluate(self) -> None:
+        """Evaluate this step, unless that has been done."""
+        if self._evaluator is not None and self.evaluated_at != self._run.step:
+            self._evaluate_now()
+
+    def _evaluate_now(self) -> Mapping[str, Any] | None:
+        if self._ended:
+            raise RuntimeError("this view of a run is of a fit that has ended: nothing can be evaluated")
+        assert self._evaluator is not None
+        # A step that is not finite raises here.
+        self._settle()
+        averaged = self._run.averaged_model
+        model = self._run.model if averaged is None else averaged
+        with self._reporter.evaluating():
+            numbers = self._evaluator(model, lambda: self._signals.received is not None)
+        if numbers is not None:
+            self.evaluated_at, self.eval_loss = self._run.step, numbers["loss"]
+            self._run.logger.emit("eval", {"step": self._run.step, **numbers})
+            self.view.evaluation = numbers
+            self._callbacks.call("on_eval_end", self.view)
+        return numbers
+
+    def _save(self) -> None:
+        """Save this step, unless that has been done and no callback asks for it again."""
+        assert self._saver is not None
+        if self.view.saving or not self._saver.holds(self._run.step):
+            # A step that is not finite raises here, so that it never becomes a checkpoint.
+            self._settle()
+            self.view.saving = False
+            self._saver.save(self._run.step, self._state_dict())
+            self._tell_of_checkpoints()
+
+    def _save_the_last(self, *, made_progress: bool) -> None:
+        """Save, if there is something new or a callback has asked for it, and wait until it is durable."""
+        if self._saver is not None and (made_progress or self.view.saving):
+            self._save()
+            self._saver.wait()
+            self._tell_of_checkpoints()
+
+    def _tell_of_checkpoints(self) -> None:
+        """Tell the callbacks of the checkpoints that have become durable."""
+        while self._saver is not None and self._saver.finished:
+            self.view.checkpoint = self._saver.finished.pop(0)
+            self._callbacks.call("on_checkpoint", self.view)
