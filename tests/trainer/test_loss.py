@@ -325,3 +325,23 @@ def test_labels_that_are_no_ids_of_tokens_are_refused() -> None:
         align_labels({"labels": torch.zeros(2, 3)})
     with pytest.raises(DataError, match="integers"):
         resolve_loss({"logits": LOGITS}, {"labels": LABELS.float()})
+
+
+def test_values_of_tokens_that_are_not_those_of_the_labels_are_averaged_with_a_warning() -> None:
+    labels = torch.tensor([[1, 2, -100], [2, -100, -100]])
+    said: list[str] = []
+
+    def resolve(loss: Tensor) -> Tensor:
+        return resolve_loss(
+            None, {"labels": labels}, lambda output, batch: loss, warn=lambda kind, text: said.append(text)
+        )
+
+    # Shifted inside the loss function: one value less for each row than there are labels.
+    assert resolve(torch.tensor([[1.0, 0.0], [0.0, 0.0]])).item() == 0.25
+    assert len(said) == 1
+    assert "(2, 2)" in said[0]
+    assert "(2, 3)" in said[0]
+    # One value for each sample, or for each label, says what it means.
+    resolve(torch.ones(2))
+    resolve(torch.ones(2, 3))
+    assert len(said) == 1

@@ -171,7 +171,7 @@ class Forward:
         """
         with autocast_context(self._plan):
             output = self.call(model, batch)
-            loss = resolve_loss(output, batch, self._loss_fn)
+            loss = resolve_loss(output, batch, self._loss_fn, warn=self._once)
             if self._loss_fn is None and (doubt := doubt_about(output, batch)) is not None:
                 self._once("loss", doubt)
             return loss

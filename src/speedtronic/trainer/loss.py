@@ -38,7 +38,9 @@ def batch_labels(batch: Any) -> Tensor | None:
     return labels if isinstance(labels, Tensor) else None
 
 
-def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None) -> Tensor:
+def resolve_loss(
+    output: Any, batch: Any, loss_fn: LossFunction | None = None, *, warn: Callable[[str, str], None] | None = None
+) -> Tensor:
     """Return the scalar loss of a micro batch.
 
     With `loss_fn`, that is `loss_fn(output, batch)`. Otherwise:
@@ -49,7 +51,7 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None) -
       when the labels fit.
 
     A loss that is not a scalar is averaged: over the labels that are not -100 where it has one value for each integer
-    label, else over all its values.
+    label, else over all its values, which `warn(kind, message)` is told of where these may be values of tokens.
 
     Raises:
         ModelError: no rule finds a loss in `output`.
@@ -63,6 +65,16 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None) -
         return loss
     labels = batch_labels(batch)
     if labels is None or labels.dtype not in _SIGNED or not _one_value_per_label(loss, labels):
+        # One value for each sample is a mean of its own; more than that are values of tokens. `doubt_about` is for a
+        # tensor that the model returned as it is.
+        meant_as_loss = loss_fn is not None or isinstance(output, Mapping)
+        of_tokens = labels is not None and labels.ndim > 1 and loss.numel() > labels.shape[0]
+        if warn is not None and labels is not None and meant_as_loss and of_tokens:
+            warn(
+                "mean of a loss",
+                f"the loss has shape {tuple(loss.shape)} and the labels {tuple(labels.shape)}, so it is averaged over "
+                f"all its values, those of labels of {IGNORE_INDEX} too; return a scalar, or one value for each label",
+            )
         return loss.mean()
     targets = (labels != IGNORE_INDEX).reshape(loss.shape)
     # A sum of half-precision values may be beyond their range.
