@@ -74,7 +74,7 @@ class Trainer:
 
     Raises:
         ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them; one of the
-            callbacks is none; or `config.loss` names a function that cannot be imported.
+            callbacks has no method of a callback; or `config.loss` names a function that cannot be imported.
         DeviceError: the device does not exist here.
     """
 
