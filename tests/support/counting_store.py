@@ -43,10 +43,11 @@ class CountingStore:
         limit: int,
         size: int | None = None,
         sha256: str | None = None,
+        partial: bool = False,
         timeout: float = REQUEST_TIMEOUT,
     ) -> bytes | None:
         self._count("get", 0)
-        data = self._store.get(name, limit=limit, size=size, sha256=sha256, timeout=timeout)
+        data = self._store.get(name, limit=limit, size=size, sha256=sha256, partial=partial, timeout=timeout)
         if data is not None:
             with self._lock:
                 self.bytes["get"] += len(data)

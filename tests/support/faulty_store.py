@@ -78,10 +78,11 @@ class FaultyStore:
         limit: int,
         size: int | None = None,
         sha256: str | None = None,
+        partial: bool = False,
         timeout: float = REQUEST_TIMEOUT,
     ) -> bytes | None:
         return self._ask(
-            lambda: self._store.get(name, limit=limit, size=size, sha256=sha256, timeout=timeout),
+            lambda: self._store.get(name, limit=limit, size=size, sha256=sha256, partial=partial, timeout=timeout),
             lambda data: len(data or b""),
         )
 

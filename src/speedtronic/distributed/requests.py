@@ -47,6 +47,7 @@ class Get(Request[bytes | None]):
     limit: int
     size: int | None = None
     sha256: str | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ def answer(effect: Effect, store: Store, files: Files | None) -> Any:
     match effect:
         case Put(name, data):
             return store.put_if_absent(name, data)
-        case Get(name, limit, size, sha256):
-            return store.get(name, limit=limit, size=size, sha256=sha256)
+        case Get(name, limit, size, sha256, partial):
+            return store.get(name, limit=limit, size=size, sha256=sha256, partial=partial)
         case List(prefix, marker):
             return store.list_after(prefix, marker)
         case Delete(name):

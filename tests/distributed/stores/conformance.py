@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from speedtronic.distributed.requests import Get, answer
 from speedtronic.distributed.stores import RetryingStore, Store, base, prove_exclusive, s3
 from speedtronic.distributed.stores.base import PAGE
 from tests.support.counting_store import CountingStore
@@ -90,6 +91,23 @@ class StoreConformance:
         assert store.get("w/1", limit=100, size=9) is None
         assert store.get("w/1", limit=100, size=11) is None
         assert store.get("w/1", limit=100, sha256=hashlib.sha256(b"other").hexdigest()) is None
+
+    def test_a_partial_read_tells_what_is_too_long_from_what_is_absent(self, store: Store) -> None:
+        store.put_if_absent("head/1", b"0123456789")
+        store.put_if_absent("head/2", b"")
+        assert store.get("head/1", limit=10, partial=True) == b"0123456789"
+        assert store.get("head/1", limit=100, partial=True) == b"0123456789"
+        assert store.get("head/1", limit=4, partial=True) == b"01234"
+        assert store.get("head/1", limit=0, partial=True) == b"0"
+        assert store.get("head/2", limit=4, partial=True) == b""
+        assert store.get("head/3", limit=4, partial=True) is None
+
+    def test_a_partial_read_passes_through_retries(self, store: Store) -> None:
+        store.put_if_absent("head/1", b"0123456789")
+        through = RetryingStore(CountingStore(FaultyStore(store, Faults())))
+        assert through.get("head/1", limit=4, partial=True) == b"01234"
+        assert answer(Get("head/1", limit=4, partial=True), through, None) == b"01234"
+        assert answer(Get("head/1", limit=4), through, None) is None
 
     def test_a_listing_continues_after_any_of_its_names_and_ascends_within_a_folder(self, store: Store) -> None:
         for name in NAMES:

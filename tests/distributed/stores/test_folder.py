@@ -202,6 +202,9 @@ def test_links_pipes_and_foreign_names_are_not_objects(tmp_path: Path) -> None:
     assert store.list_after("").entries == ()
     assert store.get("head/link", limit=100) is None
     assert store.get("head/pipe", limit=100) is None
+    for name in ("link", "folder", "pipe"):
+        assert store.get(f"head/{name}", limit=100, partial=True) == b"", "the name is taken"
+    assert store.get("head", limit=100, partial=True) == b"", "by a folder of the store's own"
 
 
 def test_old_leftovers_of_writers_are_removed_and_new_ones_kept(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class SayingTwice(MemoryStore):
 
 
 class Forgetful(MemoryStore):
-    def get(self, name, *, limit, size=None, sha256=None, timeout=60.0):  # type: ignore[no-untyped-def]
+    def get(self, name, *, limit, size=None, sha256=None, partial=False, timeout=60.0):  # type: ignore[no-untyped-def]
         return None
 
 

@@ -19,9 +19,9 @@ class Failing(MemoryStore):
         self.error = error or StoreUnavailableError("busy")
         self.timeouts: list[float] = []
 
-    def get(self, name, *, limit, size=None, sha256=None, timeout=60.0):  # type: ignore[no-untyped-def]
+    def get(self, name, *, limit, size=None, sha256=None, partial=False, timeout=60.0):  # type: ignore[no-untyped-def]
         self._asked(timeout)
-        return super().get(name, limit=limit, size=size, sha256=sha256)
+        return super().get(name, limit=limit, size=size, sha256=sha256, partial=partial)
 
     def put_if_absent(self, name, data, *, timeout=60.0):  # type: ignore[no-untyped-def]
         self._asked(timeout)

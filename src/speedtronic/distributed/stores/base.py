@@ -55,12 +55,17 @@ class Store(Protocol):
         limit: int,
         size: int | None = None,
         sha256: str | None = None,
+        partial: bool = False,
         timeout: float = REQUEST_TIMEOUT,
     ) -> bytes | None:
         """The bytes of an object.
 
         None if there is none, if it has more than `limit` bytes (at most one byte more is read), or if its size or its
         SHA-256 (hex) is not the expected one: an object that does not match counts as absent.
+
+        With `partial`, None says that the name is free. An object with more than `limit` bytes is answered by its
+        first `limit + 1` bytes, and what takes the name but is no object (a folder, a link) by no bytes: so junk is
+        told from absence. `size` and `sha256` are not given with it.
         """
 
     def list_after(self, prefix: str, marker: str = "", *, timeout: float = REQUEST_TIMEOUT) -> Listing:
@@ -117,8 +122,12 @@ def first_page(entries: Iterable[Entry]) -> Listing:
     return Listing(tuple(page), more=False)
 
 
-def expected_bytes(data: bytes | None, limit: int, size: int | None, sha256: str | None) -> bytes | None:
-    """An object as `Store.get` answers it: None if it is too long or is not the expected one."""
+def expected_bytes(
+    data: bytes | None, limit: int, size: int | None, sha256: str | None, *, partial: bool
+) -> bytes | None:
+    """An object, or its first `limit + 1` bytes at least, as `Store.get` answers it."""
+    if partial and data is not None:
+        return data[: limit + 1]
     if data is None or len(data) > limit or (size is not None and len(data) != size):
         return None
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:

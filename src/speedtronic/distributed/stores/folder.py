@@ -80,10 +80,14 @@ class FolderStore:
         limit: int,
         size: int | None = None,
         sha256: str | None = None,
+        partial: bool = False,
         timeout: float = REQUEST_TIMEOUT,
     ) -> bytes | None:
         path = self._root / checked_name(name)
-        return self._ask(timeout, lambda: expected_bytes(_read(path, limit, size), limit, size, sha256))
+        return self._ask(
+            timeout,
+            lambda: expected_bytes(_read(path, limit, size, partial), limit, size, sha256, partial=partial),
+        )
 
     def list_after(self, prefix: str, marker: str = "", *, timeout: float = REQUEST_TIMEOUT) -> Listing:
         above = checked_prefix(prefix).rpartition("/")[0]
@@ -201,12 +205,15 @@ class FolderStore:
                 folder.rmdir()
 
 
-def _read(path: Path, limit: int, size: int | None) -> bytes | None:
+def _read(path: Path, limit: int, size: int | None, partial: bool) -> bytes | None:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            return None  # a link could lead out of the store, and reading a pipe would wait
+            # A link could lead out of the store, and reading a pipe would wait.
+            return b"" if partial else None
         with open(path, "rb") as file:
             length = os.fstat(file.fileno()).st_size
+            if partial:
+                return file.read(limit + 1)
             return file.read(length) if length <= limit and size in (None, length) else None
     except (FileNotFoundError, NotADirectoryError):
         return None

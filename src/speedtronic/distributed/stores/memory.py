@@ -61,9 +61,10 @@ class MemoryStore:
         limit: int,
         size: int | None = None,
         sha256: str | None = None,
+        partial: bool = False,
         timeout: float = REQUEST_TIMEOUT,
     ) -> bytes | None:
-        return expected_bytes(self._objects.get(checked_name(name)), limit, size, sha256)
+        return expected_bytes(self._objects.get(checked_name(name)), limit, size, sha256, partial=partial)
 
     def list_after(self, prefix: str, marker: str = "", *, timeout: float = REQUEST_TIMEOUT) -> Listing:
         checked_prefix(prefix)

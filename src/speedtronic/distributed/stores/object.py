@@ -65,6 +65,7 @@ class ObjectStore:
         limit: int,
         size: int | None = None,
         sha256: str | None = None,
+        partial: bool = False,
         timeout: float = REQUEST_TIMEOUT,
     ) -> bytes | None:
         path = self._path(checked_name(name))
@@ -73,7 +74,7 @@ class ObjectStore:
             data: bytes = self._ask(timeout, "cat_file", path, start=0, end=end)
         except FileNotFoundError:
             return None
-        return expected_bytes(data, limit, size, sha256)
+        return expected_bytes(data, limit, size, sha256, partial=partial)
 
     def list_after(self, prefix: str, marker: str = "", *, timeout: float = REQUEST_TIMEOUT) -> Listing:
         folder = self._path(checked_prefix(prefix).rpartition("/")[0])

@@ -72,10 +72,13 @@ class RetryingStore:
         limit: int,
         size: int | None = None,
         sha256: str | None = None,
+        partial: bool = False,
         timeout: float = REQUEST_TIMEOUT,
     ) -> bytes | None:
         patience = timeout + (limit if size is None else size) / _SLOWEST_LINK
-        return self._ask(lambda: self._store.get(name, limit=limit, size=size, sha256=sha256, timeout=patience))
+        return self._ask(
+            lambda: self._store.get(name, limit=limit, size=size, sha256=sha256, partial=partial, timeout=patience)
+        )
 
     def list_after(self, prefix: str, marker: str = "", *, timeout: float = REQUEST_TIMEOUT) -> Listing:
         return self._ask(lambda: self._store.list_after(prefix, marker, timeout=timeout))

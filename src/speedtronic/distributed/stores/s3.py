@@ -103,12 +103,13 @@ class S3Store(ObjectStore):
         limit: int,
         size: int | None = None,
         sha256: str | None = None,
+        partial: bool = False,
         timeout: float = REQUEST_TIMEOUT,
     ) -> bytes | None:
         try:
-            return super().get(name, limit=limit, size=size, sha256=sha256, timeout=timeout)
+            return super().get(name, limit=limit, size=size, sha256=sha256, partial=partial, timeout=timeout)
         except _EmptyError:
-            return expected_bytes(b"", limit, size, sha256)
+            return expected_bytes(b"", limit, size, sha256, partial=partial)
 
     def close(self) -> None:
         creator = getattr(self._fs, "_s3creator", None)  # s3fs sets it with its first request
