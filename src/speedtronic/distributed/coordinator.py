@@ -25,7 +25,7 @@ from speedtronic.distributed.master import MasterSettings
 from speedtronic.distributed.node import Node
 from speedtronic.distributed.node_files import NodeFiles
 from speedtronic.distributed.outer import MasterOuterLoop
-from speedtronic.distributed.protocol import Position
+from speedtronic.distributed.records import Position
 from speedtronic.distributed.requests import EventSink, Procedure, T, perform
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.base import Store

@@ -7,13 +7,12 @@ encoded pseudo-gradient of the trained parameters, and the values of the buffers
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError
 from torch import Tensor
 
 from speedtronic.distributed.codec import Codec
@@ -27,16 +26,25 @@ from speedtronic.distributed.packed_tensors import (
     pack_tensors,
     packed_size,
 )
-from speedtronic.distributed.protocol import PROTOCOL, Amount, DeltaId, Hash, Natural, Position, first_mistake
+from speedtronic.distributed.protocol import PROTOCOL, DeltaId
+from speedtronic.distributed.records import (
+    Amount,
+    Component,
+    Hash,
+    Natural,
+    Position,
+    Record,
+    canonical_json,
+    first_mistake,
+)
 from speedtronic.distributed.schema import Schema, Tensors, TensorType, check_same, exchanged_dtype, has_fractions
-from speedtronic.distributed.stores.base import COMPONENT, Buffer
+from speedtronic.distributed.stores.base import Buffer
 
 _KEY = "speedtronic_delta"  # of the metadata
+_SINCE_PROTOCOL_2 = frozenset({"predecessor", "residual", "fragment"})
 
 LARGEST = 2.0**64
 """The largest value that is added up: no weighted sum of such values leaves float32, whatever the headers say."""
-
-Component = Annotated[str, StringConstraints(pattern=rf"^{COMPONENT}$")]
 
 
 # --- Pseudo-gradients
@@ -90,7 +98,14 @@ def _counts(position: Position) -> Position:
     return position
 
 
-class DeltaHeader(BaseModel):
+class Predecessor(Record):
+    """The session of a node before its present one, and the number of its last delta."""
+
+    session: Component
+    last: Natural
+
+
+class DeltaHeader(Record):
     """What a delta says of itself.
 
     Attributes:
@@ -105,10 +120,10 @@ class DeltaHeader(BaseModel):
         codec: how the pseudo-gradient is encoded.
         sha256: of the bytes of all tensors, in hex; `pack_delta` fills it in.
         time: when it was made, UTC, ISO 8601, by the node's clock; only shown.
-        signature: of a node with a key that the master knows; not used yet.
+        predecessor: the session before; None in a node's first one.
+        residual: SHA-256 of what a lossy codec still owes after this delta (see `node.py`); None without one.
+        fragment, signature: kept for parts of the model, and for nodes with a key; None yet.
     """
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
     protocol: Natural = PROTOCOL
     node: Component
@@ -125,6 +140,9 @@ class DeltaHeader(BaseModel):
     sha256: Hash | None = None
     time: Annotated[str, StringConstraints(max_length=64)]
     signature: Annotated[str, StringConstraints(max_length=1024)] | None = None
+    predecessor: Predecessor | None = None
+    residual: Hash | None = None
+    fragment: None = None
 
     @property
     def id(self) -> DeltaId:
@@ -132,7 +150,7 @@ class DeltaHeader(BaseModel):
 
     def to_json(self) -> str:
         """Canonical JSON: the same header is the same text everywhere."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return canonical_json(self, without=_SINCE_PROTOCOL_2 if self.protocol == 1 else frozenset()).decode()
 
 
 @dataclass(frozen=True)
@@ -269,7 +287,7 @@ def open_delta(data: Buffer, schema: Schema, codec: Codec) -> Delta:
         raise TensorFormatError(f"it has {len(data)} bytes; a delta of this model has less")
     expected = _expected(schema, codec)
     header = read_header(data, limit=longest_header(expected))
-    if header.protocol != PROTOCOL:
+    if not 1 <= header.protocol <= PROTOCOL:
         raise TensorFormatError(f"it is of protocol {header.protocol}, not {PROTOCOL}: another version of Speedtronic")
     if header.schema_id != schema.fingerprint:
         raise TensorFormatError("it is of another model: names, shapes, dtypes or the trained parameters differ")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedtronic.distributed.protocol import Blob
+from speedtronic.distributed.records import Blob
 from speedtronic.distributed.schema import Tensors, TensorType
 from speedtronic.distributed.stores.base import Buffer
 from speedtronic.durable.files import DamagedFileError

@@ -1,5 +1,6 @@
 """What lies in the store, under which names, and how it is read and created. All machines must agree on this file.
 
+    store.json                                    the identity of the store
     head/{version:08d}.json                       manifests; creating one commits a version
     w/{version:08d}-{nonce}.safetensors           global weights
     opt/{version:08d}-{nonce}.safetensors         state of the outer optimizer
@@ -7,35 +8,57 @@
     place/{index:04d}.json                        which node reads which part of the data
 
 Each object is created once and never changed, and no name is used again after a deletion: a request that was given up
-may still take effect at any later time, and must then do no harm.
+may still take effect at any later time, and must then do no harm. Where something else lies under a name, the object
+lies beside it, under the first free of its copies' names (`copy_name`). Readers try them in the same order.
+
+Stores of protocol 1 are read too (`older_manifests.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from typing import Annotated, NamedTuple
+from types import EllipsisType
+from typing import Annotated, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
+from speedtronic.distributed.older_manifests import read_older
+from speedtronic.distributed.records import (
+    BLOB_NAME,
+    Amount,
+    Blob,
+    Component,
+    Hash,
+    Natural,
+    NodeMark,
+    Nonce,
+    Outer,
+    Record,
+    Rejection,
+    SessionMark,
+    StoreId,
+    Text,
+    canonical_json,
+    first_mistake,
+)
 from speedtronic.distributed.requests import Get, List, Procedure, Put
 from speedtronic.distributed.stores.base import COMPONENT, Buffer, Entry
-from speedtronic.errors import StoreContentError
+from speedtronic.errors import StoreContentError, StoreUnavailableError
 
-PROTOCOL = 1
+PROTOCOL = 2
 
+IDENTITY = "store.json"
 HEADS, WEIGHTS, MOMENTUM, DELTAS, PLACES = "head/", "w/", "opt/", "in/", "place/"
 
-MANIFEST_LIMIT = 8 * 2**20  # bytes; a mark takes about 250
-MOST_COPIES = 16
+MANIFEST_LIMIT = 8 * 2**20  # bytes; one of 1,000 nodes has less than 512 kB
+MOST_COPIES = 9  # of one object: under its own name, and beside it
+_IDENTITY_LIMIT = 4096  # bytes
 _LAST_NUMBER = 99_999_999  # what eight digits hold
 
 _NUMBER = "[0-9]{8}"
-_HEAD = re.compile(rf"head/({_NUMBER})\.json")
-_BLOB = re.compile(rf"(?:w|opt)/({_NUMBER})-[A-Za-z0-9-]{{1,128}}\.safetensors")
-_DELTA = re.compile(rf"in/({COMPONENT})/({COMPONENT})/({_NUMBER})(?:-[0-9]{{1,4}})?\.safetensors")
-_SESSION_KEY = re.compile(rf"{COMPONENT}/{COMPONENT}")
+# Protocol 1 named copies with a '-' and up to four digits.
+_DELTA = re.compile(rf"in/({COMPONENT})/({COMPONENT})/({_NUMBER})(?:\.[1-9]|-[0-9]{{1,4}})?\.safetensors")
 
 
 # --- Names
@@ -53,23 +76,6 @@ class DeltaId(NamedTuple):
         """Where it lies in the store."""
         return f"{DELTAS}{self.node}/{self.session}/{self.seq:08d}.safetensors"
 
-    @property
-    def session_key(self) -> str:
-        """The key of its mark in a manifest."""
-        return f"{self.node}/{self.session}"
-
-
-class Position(NamedTuple):
-    """How far a node's training has come: optimizer steps, samples and tokens since its run began."""
-
-    step: int
-    samples: int
-    tokens: int
-
-    def since(self, earlier: Position) -> Position:
-        """What was trained between an earlier position and this one."""
-        return Position(self.step - earlier.step, self.samples - earlier.samples, self.tokens - earlier.tokens)
-
 
 def parse_delta_name(name: str) -> DeltaId | None:
     """The delta of which an object of the store is a copy, or None for any other name."""
@@ -85,11 +91,6 @@ def head_name(version: int) -> str:
     return f"{HEADS}{version:08d}.json"
 
 
-def parse_head_name(name: str) -> int | None:
-    match = _HEAD.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def weights_name(version: int, nonce: str) -> str:
     return f"{WEIGHTS}{version:08d}-{nonce}.safetensors"
 
@@ -100,254 +101,342 @@ def momentum_name(version: int, nonce: str) -> str:
 
 def parse_blob_version(name: str) -> int | None:
     """The version for which weights or momentum were written, or None for any other name."""
-    match = _BLOB.fullmatch(name)
+    match = BLOB_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def copy_name(name: str, copy: int) -> str:
-    """Another name for the same object, used when the object under the first is torn. Copy 0 is the name itself."""
+    """Another name for the same object, used when something else lies under the first. Copy 0 is the name itself."""
     if copy == 0:
         return name
     stem, _, suffix = name.rpartition(".")
-    return f"{stem}-{copy}.{suffix}"
+    return f"{stem}.{copy}.{suffix}"
 
 
 # --- Manifests
 
-Natural = Annotated[int, Field(ge=0, lt=2**63)]
-Amount = Annotated[float, Field(ge=0)]
-Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Text = Annotated[str, StringConstraints(max_length=1000)]
 
-
-class _Record(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Blob(_Record):
-    """An object that a manifest names, and how to tell that it is whole. Size in bytes."""
-
-    path: Annotated[str, StringConstraints(pattern=rf"^{_BLOB.pattern}$")]
-    size: Natural
-    sha256: Hash
-
-
-class Mark(_Record):
-    """How far the deltas of a session have been processed (a high-water mark).
-
-    Attributes:
-        seq: number of the last one; this and all before are in the weights or were refused.
-        step, samples, tokens: the position that they cover.
-        tokens_per_step: tokens (of data without them, samples) of one inner step, in the last one.
-        seconds: how long its steps took.
-        version: the version in which this mark moved last.
-        rounds: what `Manifest.rounds` was then.
-        time: when, UTC, ISO 8601, by the master's clock.
-        bytes: size of all its deltas.
-        rejected: how many of them were refused.
-        reason: why the last of those was.
-    """
-
-    seq: Natural
-    step: Natural
-    samples: Natural
-    tokens: Natural
-    tokens_per_step: Amount
-    seconds: Amount
-    version: Natural
-    rounds: Amount
-    time: Text
-    bytes: Natural
-    rejected: Natural
-    reason: Text | None
-
-    @property
-    def position(self) -> Position:
-        return Position(self.step, self.samples, self.tokens)
-
-
-UNMARKED = Mark(
-    seq=0,
-    step=0,
-    samples=0,
-    tokens=0,
-    tokens_per_step=0.0,
-    seconds=0.0,
-    version=0,
-    rounds=0.0,
-    time="",
-    bytes=0,
-    rejected=0,
-    reason=None,
-)
-"""Of a session of which no version has processed a delta."""
-
-
-class Rejection(_Record):
-    """A delta that was refused: its name in the store, and why."""
-
-    name: Text
-    reason: Text
-
-
-class Outer(_Record):
-    """Which outer optimizer made a version, and the numbers of its state."""
-
-    name: Text
-    scalars: dict[str, int | float]
-
-
-class Manifest(_Record):
+class Manifest(Record):
     """A version of the global weights, and everything that became true together with it.
 
     Attributes:
-        protocol: of the layout and these fields.
+        protocol: of the layout and these fields; 1 if it was read from an older manifest.
         version: counts from 0; also the number of outer steps.
         parent: SHA-256 of the manifest before this; None for version 0.
         nonce: of the master's attempt that created it.
         time: when it was made, UTC, ISO 8601, by the master's clock.
+        store: the identity of the store; None in protocol 1.
         schema_id: fingerprint of the model's names, shapes and dtypes.
         weights: where they lie. The same as before when no delta entered.
         momentum: where the outer optimizer's tensors lie; None when it has none yet.
         outer: the outer optimizer.
-        marks: by `node/session`, how far its deltas are processed.
+        nodes: by name, what was taken from each node.
+        horizon: a session that is not open can be opened only by a delta whose base is this version or a newer one.
+            0 unless nodes that were away for long were dropped from `nodes`.
         applied: names of the deltas that entered with this version.
-        rejected: those that were refused with it.
+        rejected: those that were refused with it, of sessions that are open.
         fraction: f, the part of a round that this version is, from 0 to 1.
         rounds: the sum of f over all versions up to this.
+        fragment, downlink, signature: kept for parts of the model, compressed weights, and signed manifests; None yet.
     """
 
     protocol: Natural
     version: Annotated[int, Field(ge=0, le=_LAST_NUMBER)]
     parent: Hash | None
-    nonce: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    nonce: Nonce
     time: Text
+    store: StoreId | None
     schema_id: Hash
     weights: Blob
     momentum: Blob | None
     outer: Outer
-    marks: dict[Annotated[str, StringConstraints(max_length=257)], Mark]
+    nodes: dict[Component, NodeMark]
+    horizon: Natural
     applied: tuple[Text, ...]
     rejected: tuple[Rejection, ...]
     fraction: Annotated[float, Field(ge=0, le=1)]
     rounds: Amount
+    fragment: None = None
+    downlink: None = None
+    signature: None = None
+
+    _bytes: bytes | None = PrivateAttr(None)  # as they were read, if that is not what `to_bytes` would write
 
     def to_bytes(self) -> bytes:
         """Canonical JSON: the same manifest has the same bytes everywhere."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return text.encode("ascii")
+        if self._bytes is not None:
+            return self._bytes
+        return canonical_json(self)
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @classmethod
-    def from_bytes(cls, data: Buffer) -> Manifest:
-        """Read a manifest.
+    def from_bytes(cls, data: Buffer) -> Self:
+        """Read a manifest of this protocol or of the one before.
 
         Raises:
-            StoreContentError: it is not one, or is of another protocol version.
+            StoreContentError: it is not one.
         """
+        raw = bytes(data)
         try:
-            manifest = cls.model_validate_json(bytes(data))
+            if _AnyProtocol.model_validate_json(raw).protocol == 1:
+                manifest = cls(**read_older(raw))
+                manifest._bytes = raw
+            else:
+                manifest = cls.model_validate_json(raw)
         except ValidationError as error:
-            # If the protocol differs, that explains it better than the first wrong field.
-            try:
-                protocol = _AnyProtocol.model_validate_json(bytes(data)).protocol
-            except ValidationError:
-                raise StoreContentError(f"not a manifest of Speedtronic ({error.error_count()} mistakes)") from None
-            _check_protocol(protocol)
             raise StoreContentError(f"not a manifest of Speedtronic: {first_mistake(error)}") from None
-        _check_protocol(manifest.protocol)
-        if not all(_SESSION_KEY.fullmatch(key) for key in manifest.marks):
-            raise StoreContentError("a mark of the manifest does not belong to a session of a node")
-        if manifest.to_bytes() != data:
+        if manifest.protocol not in {1, PROTOCOL}:
+            raise StoreContentError(f"a manifest of protocol {manifest.protocol}")
+        if manifest.to_bytes() != raw:
             raise StoreContentError("the manifest is not in the canonical form that Speedtronic writes")
         return manifest
 
-    def mark(self, delta: DeltaId) -> Mark:
-        """The mark of a delta's session."""
-        return self.marks.get(delta.session_key, UNMARKED)
+    def session(self, node: str, session: str) -> SessionMark | None:
+        """The mark of an open session."""
+        mark = self.nodes.get(node)
+        return None if mark is None else mark.sessions.get(session)
 
     def has_processed(self, delta: DeltaId) -> bool:
-        """Whether a delta is in the weights of this version, or was refused: it never enters again."""
-        return delta.seq <= self.mark(delta).seq
+        """Whether a delta is in the weights of this version, was refused, or is of a closed session: it never enters
+        again."""
+        mark = self.nodes.get(delta.node)
+        if mark is None:
+            return False
+        session = mark.sessions.get(delta.session)
+        return mark.has_closed(delta.session) if session is None else delta.seq <= session.seq
 
 
 class _AnyProtocol(BaseModel):
+    """What a manifest of any protocol says."""
+
     protocol: Natural
+    version: Natural
+    parent: Hash | None
 
 
-def _check_protocol(protocol: int) -> None:
-    if protocol != PROTOCOL:
-        age = "a newer" if protocol > PROTOCOL else "an older"
+# --- The identity of a store
+
+
+class _Identity(Record):
+    protocol: Natural
+    id: StoreId
+
+
+def read_identity() -> Procedure[str | None]:
+    """The id of the store; None if it has none, as an empty store and one of protocol 1.
+
+    Raises:
+        StoreContentError: something else lies under its name.
+    """
+    data = yield from Get(IDENTITY, limit=_IDENTITY_LIMIT, partial=True)
+    if data is None:
+        return None
+    try:
+        return _Identity.model_validate_json(data).id
+    except ValidationError:
         raise StoreContentError(
-            f"the store is kept by {age} Speedtronic (protocol {protocol}, here {PROTOCOL}); "
+            f"{IDENTITY} does not hold the identity of a store: another program wrote it; restore it, or "
+            "use another distributed.repo_id"
+        ) from None
+
+
+def create_identity(id: str) -> Procedure[str]:
+    """Give the store an identity, unless it has one, and return the one that it has.
+
+    Args:
+        id: 32 random hexadecimal digits.
+    """
+    yield from Put(IDENTITY, canonical_json(_Identity(protocol=PROTOCOL, id=id)))
+    standing = yield from read_identity()
+    if standing is None:
+        raise StoreUnavailableError(f"{IDENTITY} cannot be read after it was created")
+    return standing
+
+
+def check_identity(id: str | None) -> Procedure[None]:
+    """Make sure that this is still the store of an id; without one, there is nothing to check.
+
+    A mount that is away leaves an empty folder in its place. What is written there is lost when it returns.
+
+    Raises:
+        StoreUnavailableError: the store has no identity (any more).
+        StoreContentError: it has another one.
+    """
+    if id is None:
+        return
+    standing = yield from read_identity()
+    if standing is None:
+        raise StoreUnavailableError(f"{IDENTITY} is gone, so this is not the store that it was; is the folder mounted?")
+    if standing != id:
+        raise StoreContentError(
+            f"another store lies at this address now (its {IDENTITY} differs): restore the former one, or restart to "
+            "join this one"
+        )
+
+
+# --- Heads
+
+
+def read_manifest(
+    version: int, parent: str | EllipsisType | None = ..., store: str | None = None
+) -> Procedure[Manifest | None]:
+    """The manifest of a version, or None if there is no such version. Strong reads.
+
+    What lies under the name of the version and is another thing is junk: the manifest lies beside it. A failed read is
+    not junk: it raises.
+
+    Args:
+        parent: SHA-256 of the version before it, if that is known.
+        store: identity of the store, if it is known.
+
+    Raises:
+        StoreContentError: with `parent`, a later version of Speedtronic wrote it, or there is no name left for it.
+    """
+    manifest, _ = yield from _look_for(version, parent, store)
+    return manifest
+
+
+def _look_for(
+    version: int, parent: str | EllipsisType | None, store: str | None = None
+) -> Procedure[tuple[Manifest | None, int]]:
+    """The manifest of a version, and behind how many pieces of junk it lies, or the first free name."""
+    for copy in range(MOST_COPIES):
+        name = copy_name(head_name(version), copy)
+        data = yield from Get(name, limit=MANIFEST_LIMIT, partial=True)
+        if data is None:
+            return None, copy
+        if len(data) > MANIFEST_LIMIT:
+            continue
+        try:
+            manifest = Manifest.from_bytes(data)
+        except StoreContentError:
+            _refuse_newer(name, bytes(data), version, parent)
+            continue
+        if manifest.version == version and parent in {..., manifest.parent} and store in {None, manifest.store}:
+            return manifest, copy
+    if parent is ...:
+        return None, MOST_COPIES
+    raise StoreContentError(
+        f"{head_name(version)} and the {MOST_COPIES - 1} names beside it hold something else than version {version}; "
+        "remove these files"
+    )
+
+
+def _refuse_newer(name: str, data: bytes, version: int, parent: str | EllipsisType | None) -> None:
+    """Raise StoreContentError for the version of a later protocol, which is no junk."""
+    try:
+        later = _AnyProtocol.model_validate_json(data)
+    except ValidationError:
+        return
+    if later.protocol > PROTOCOL and later.version == version and later.parent == parent:
+        raise StoreContentError(
+            f"{name}: the store is kept by a newer Speedtronic (protocol {later.protocol}, here {PROTOCOL}); "
             "let all nodes run the same version, or use another distributed.repo_id"
         )
 
 
-def first_mistake(error: ValidationError) -> str:
-    """Where foreign data is wrong first, and how; short enough for a log."""
-    first = error.errors()[0]
-    where = ascii(".".join(str(part) for part in first["loc"]) or "JSON")[:80]
-    return f"{where}: {first['type']}"
+def create_manifest(manifest: Manifest, parent: Manifest | None) -> Procedure[bool]:
+    """Create a manifest, and so the version; false if another master was faster.
+
+    The answer to the creation decides nothing: it may be lost, or belong to the repetition of a request that had
+    succeeded. The nonce of the manifest that stands there afterwards tells which master created it.
+
+    The version before it is read again, before and afterwards: where a mount is away there is none.
+
+    Raises:
+        StoreUnavailableError: the version before it is gone, or this one cannot be read after it was created.
+        StoreContentError: the manifest is too large, there is no free name, or the history is another one.
+    """
+    data = manifest.to_bytes()
+    if len(data) > MANIFEST_LIMIT:
+        raise StoreContentError(f"a manifest of {len(data)} bytes is too large to read; use a new distributed.repo_id")
+    yield from _check_standing(manifest, parent)
+    standing, copy = yield from _look_for(manifest.version, manifest.parent)
+    while standing is None:
+        yield from Put(copy_name(head_name(manifest.version), copy), data)
+        standing, free = yield from _look_for(manifest.version, manifest.parent)
+        if standing is None and free <= copy:
+            raise StoreUnavailableError(f"{head_name(manifest.version)} cannot be read after it was created")
+        copy = free
+    yield from _check_standing(manifest, parent)
+    return standing.nonce == manifest.nonce
 
 
-# --- Procedures
+def _check_standing(manifest: Manifest, parent: Manifest | None) -> Procedure[None]:
+    if parent is None:
+        yield from check_identity(manifest.store)
+    else:
+        yield from check_head(parent)
 
 
-def read_manifest(version: int) -> Procedure[Manifest | None]:
-    """The manifest of a version, or None if there is no such version. A strong read."""
-    name = head_name(version)
-    data = yield from Get(name, limit=MANIFEST_LIMIT)
-    if data is None:
-        return None
-    try:
-        manifest = Manifest.from_bytes(data)
-    except StoreContentError as error:
-        raise StoreContentError(f"{name}: {error}") from None
-    if manifest.version != version:
-        raise StoreContentError(f"{name} holds version {manifest.version}: another program changed the store")
-    return manifest
+def check_head(known: Manifest) -> Procedure[None]:
+    """Make sure that a version is still in the store as it was.
+
+    Raises:
+        StoreUnavailableError: there is no such version.
+        StoreContentError: there is another one.
+    """
+    standing = yield from read_manifest(known.version, known.parent)
+    if standing is None:
+        raise StoreUnavailableError(f"{head_name(known.version)} is gone; is the folder mounted?")
+    if standing.sha256 != known.sha256:
+        raise StoreContentError(
+            f"{head_name(known.version)} is not what it was: the store was restored to an older state or mixed with "
+            "another; use a new distributed.repo_id"
+        )
 
 
 def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
     """The newest manifest, or None if there is none newer than `known`.
 
     Versions have no gaps and manifests are never deleted, so one strong read of the next version tells whether there is
-    anything new: an idle look is one request, whatever the history.
+    anything new: an idle look is one request, whatever the history. From n versions behind it is about 2·log2(n).
 
     Raises:
-        StoreContentError: a manifest cannot be read, or does not follow the one before it.
+        StoreContentError: the store has another history than `known` belongs to, or is of a later protocol.
     """
-    head = known
-    if known is not None:
-        head = yield from _successor(known)
-        if head is None:
-            return None
+    following = yield from _successor(known)
+    if following is None:
+        return None
 
-    # A listing shortens the way to a head that is far ahead. It decides nothing, since it may lag behind.
-    listed = yield from list_all(HEADS, "" if head is None else head_name(head.version))
-    versions = [version for entry in listed if (version := parse_head_name(entry.name)) is not None]
-    if versions:
-        head = (yield from read_manifest(max(versions))) or head
+    # Forward in doubling strides until there is no version, then halve the gap.
+    head, before, store = following, known, following.store
+    stride, end = 1, _LAST_NUMBER + 1
+    while end - head.version > 1:
+        goal = min(head.version + stride, (head.version + end) // 2)
+        found = yield from read_manifest(goal, store=store)
+        if found is None:
+            end = goal
+        else:
+            before = head if found.version == head.version + 1 else None
+            head, stride = found, 2 * stride
 
-    # Strong reads find the rest.
-    while (following := (yield from _successor(head))) is not None:
-        head = following
+    # A stray manifest far ahead may have led astray: then no version stands before it, or another one.
+    if before is None or (head is not following and head.parent != before.sha256):
+        before = yield from read_manifest(head.version - 1, store=store)
+        if before is None or head.parent != before.sha256:
+            head = following
+    while (newer := (yield from _successor(head))) is not None:
+        head = newer
     return head
 
 
 def _successor(manifest: Manifest | None) -> Procedure[Manifest | None]:
     """The version after a manifest; without one, version 0."""
-    following = yield from read_manifest(0 if manifest is None else manifest.version + 1)
-    if following is not None and following.parent != (None if manifest is None else manifest.sha256):
-        raise StoreContentError(
-            f"{head_name(following.version)} does not follow the version before it: the store was restored to an "
-            "older state or mixed with another; use a new distributed.repo_id"
-        )
+    if manifest is None:
+        return (yield from read_manifest(0, None))
+    if manifest.version == _LAST_NUMBER:
+        return None
+    following, junk = yield from _look_for(manifest.version + 1, manifest.sha256)
+    if following is None and junk:
+        yield from check_head(manifest)  # is it junk, or the next version of another history?
     return following
+
+
+# --- Objects
 
 
 def list_all(prefix: str, marker: str = "") -> Procedure[list[Entry]]:
@@ -366,25 +455,31 @@ def read_blob(blob: Blob) -> Procedure[bytes | None]:
     return (yield from Get(blob.path, limit=blob.size, size=blob.size, sha256=blob.sha256))
 
 
-def put_own(name: str, data: Buffer) -> Procedure[str]:
+def put_own(name: str, data: Buffer, store: str | None) -> Procedure[str]:
     """Create an object that nobody else creates, and make sure that it is whole.
 
     If the name is taken, an earlier attempt with a lost acknowledgement took it: it holds the same bytes, or a part of
     them. A torn object stays where it is, and the bytes go beside it under a copy's name. Deleting it would be unsafe:
     the deletion could happen a second time, late, and hit the object that replaced it.
 
+    Args:
+        store: identity of the store, which is read again afterwards: where a mount is away, nothing is kept.
+
     Returns:
         The name under which the bytes lie.
 
     Raises:
-        StoreContentError: other bytes lie under all names that it could have.
+        StoreUnavailableError: the store is not there.
+        StoreContentError: other bytes lie under all names that it could have, or it is another store.
     """
     digest: str | None = None
     for copy in range(MOST_COPIES):
         tried = copy_name(name, copy)
-        if (yield from Put(tried, data)):
-            return tried
-        digest = digest or hashlib.sha256(data).hexdigest()
-        if (yield from Get(tried, limit=len(data), size=len(data), sha256=digest)) is not None:
+        whole = yield from Put(tried, data)
+        if not whole:
+            digest = digest or hashlib.sha256(data).hexdigest()
+            whole = (yield from Get(tried, limit=len(data), size=len(data), sha256=digest)) is not None
+        if whole:
+            yield from check_identity(store)
             return tried
     raise StoreContentError(f"{name}: the store did not keep what was written to it, {MOST_COPIES} times")
