@@ -464,12 +464,34 @@ def test_a_root_that_was_only_read_is_not_made_again(tmp_path: Path) -> None:
 
 def test_a_mount_that_returns_with_other_numbers_is_known_by_its_identity(tmp_path: Path) -> None:
     root = tmp_path / "s"
-    store, unsure = known_from_its_identity(root), known_by_its_number(root)
+    store = known_from_its_identity(root)
     root.rename(tmp_path / "away")
     shutil.copytree(tmp_path / "away", root)
     assert store.put_if_absent("head/2", b"y")
+
+
+def test_without_an_identity_another_folder_with_the_same_objects_is_unavailable(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    store = known_by_its_number(root)
+    root.rename(tmp_path / "away")
+    shutil.copytree(tmp_path / "away", root)
     with pytest.raises(StoreUnavailableError, match="another folder"):
-        unsure.put_if_absent("head/3", b"z")
+        store.put_if_absent("head/2", b"y")
+
+
+def test_a_process_that_starts_before_its_store_is_mounted_finds_it_afterwards(tmp_path: Path) -> None:
+    known_as_its_creator(tmp_path / "mount")
+    (tmp_path / "s").mkdir()
+    store = FolderStore(tmp_path / "s")
+    prove_exclusive(store)
+    assert store.get("store.json", limit=100) is None
+    (tmp_path / "s").rename(tmp_path / "bare")
+    (tmp_path / "mount").rename(tmp_path / "s")
+    assert store.get("store.json", limit=100) == b"this store"
+    (tmp_path / "s").rename(tmp_path / "mount")
+    (tmp_path / "bare").rename(tmp_path / "s")
+    with pytest.raises(StoreUnavailableError, match="without this store's"):
+        store.get("head/1", limit=1)
 
 
 @pytest.mark.parametrize("there", [b"that store", b"this store and more", b"", None])

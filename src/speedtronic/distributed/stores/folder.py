@@ -57,7 +57,8 @@ class FolderStore:
 
     A folder that was used and is gone, or has another folder in its place, is a mount that is not there: requests are
     StoreUnavailableErrors until it returns. The store knows it again by its object `store.json`, once that was created
-    or read through this FolderStore, and until then by its number on the disk.
+    or read through this FolderStore. Until then it knows it by its number on the disk, and takes another folder for a
+    mount that came late if it has a `store.json`: whether that is the right one is for the reader of it to say.
 
     Args:
         folder: where they lie. A relative path, or one through links, is resolved now. Links inside are never followed.
@@ -222,7 +223,8 @@ class FolderStore:
             return False
         with self._first:
             number = _number(os.fstat(root))
-            if self._root is None:
+            # A process may start before its store is mounted, and see the bare folder first.
+            if self._root is None or (self._root != number and _has_identity(root)):
                 self._root = number
             return self._root == number
 
@@ -318,6 +320,12 @@ class FolderStore:
 
 def _number(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+def _has_identity(root: int) -> bool:
+    with suppress(FileNotFoundError):
+        return stat.S_ISREG(os.stat(_IDENTITY, dir_fd=root, follow_symlinks=False).st_mode)
+    return False
 
 
 def _open_folder(name: str | Path, above: int | None = None) -> int:
