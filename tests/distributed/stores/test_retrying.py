@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -181,6 +182,32 @@ def test_with_one_attempt_each_the_slowest_link_is_found_too() -> None:
         with pytest.raises(StoreUnavailableError):
             store.retrying.put_if_absent("w/1", WEIGHTS)
     assert store.retrying.put_if_absent("w/1", WEIGHTS)
+
+
+def test_requests_that_hang_together_are_one_timeout() -> None:
+    hung = threading.Barrier(3)
+
+    class Hanging(Linked):
+        def put_if_absent(self, name: str, data: Any, *, timeout: float) -> bool:
+            if self.speed == 0:
+                hung.wait(30)
+            return super().put_if_absent(name, data, timeout=timeout)
+
+    store = Hanging(speed=0)
+    store.retrying = RetryingStore(cast(Store, store), attempts=1, clock=lambda: store.now)
+
+    def put() -> None:
+        with pytest.raises(StoreUnavailableError):
+            store.retrying.put_if_absent("w/1", WEIGHTS)
+
+    threads = [threading.Thread(target=put) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.speed = 100 * MIB
+    store.retrying.put_if_absent("w/1", WEIGHTS)
+    assert store.timeouts == [560.0] * 3 + [1060.0]
 
 
 def test_the_time_for_bytes_is_four_times_what_the_slowest_of_the_last_eight_took() -> None:

@@ -30,6 +30,7 @@ class _Link:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._learning = threading.Lock()
         self._speeds: deque[float] = deque(maxlen=_RECENT)  # bytes per second
         self._expected: float = _FIRST_LINK
 
@@ -42,18 +43,21 @@ class _Link:
             request: receives the seconds that it may take.
             carried: how many bytes an answer stands for; 0 if it says nothing about the link.
         """
-        patience = timeout + size / self._expected
+        expected = self._expected
+        patience = timeout + size / expected
         begun = self._clock()
         try:
             answer = request(patience)
         except StoreUnavailableError:
             if self._clock() - begun >= patience:
-                self._expected = max(_SLOWEST_LINK, min(self._expected / 2, _FIRST_LINK))
+                # Requests that hang together are one timeout.
+                self._expected = max(_SLOWEST_LINK, min(self._expected, expected / 2, _FIRST_LINK))
             raise
         seconds = self._clock() - begun
         if (count := carried(answer)) >= _MEASURED and seconds > 0:
-            self._speeds.append(count / seconds)
-            self._expected = max(_SLOWEST_LINK, min(self._speeds) / _MARGIN)
+            with self._learning:
+                self._speeds.append(count / seconds)
+                self._expected = max(_SLOWEST_LINK, min(self._speeds) / _MARGIN)
         return answer
 
 
