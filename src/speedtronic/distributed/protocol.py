@@ -415,7 +415,7 @@ def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
             head, stride = found, 2 * stride
 
     # A stray manifest far ahead may have led astray: then no version stands before it, or another one.
-    if before is None or (head is not following and head.parent != before.sha256):
+    if head is not following and (before is None or head.parent != before.sha256):
         before = yield from read_manifest(head.version - 1, store=store)
         if before is None or head.parent != before.sha256:
             head = following
