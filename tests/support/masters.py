@@ -16,7 +16,8 @@ from speedtronic.distributed.delta import DeltaHeader, pack_delta
 from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.outer import outer_optimizer
 from speedtronic.distributed.packed_tensors import PackedTensors
-from speedtronic.distributed.protocol import DeltaId, Manifest, Position, find_head, read_manifest
+from speedtronic.distributed.protocol import DeltaId, Manifest, find_head, read_manifest
+from speedtronic.distributed.records import Position
 from speedtronic.distributed.requests import Effect, List, Procedure, T, answer, perform
 from speedtronic.distributed.schema import Schema, Tensors, snapshot
 from speedtronic.distributed.stores.base import Listing, Store

@@ -357,11 +357,11 @@ def create_manifest(manifest: Manifest, parent: Manifest | None) -> Procedure[bo
     standing, copy = yield from _look_for(manifest.version, manifest.parent)
     while standing is None:
         yield from Put(copy_name(head_name(manifest.version), copy), data)
+        yield from _check_standing(manifest, parent)
         standing, free = yield from _look_for(manifest.version, manifest.parent)
         if standing is None and free <= copy:
             raise StoreUnavailableError(f"{head_name(manifest.version)} cannot be read after it was created")
         copy = free
-    yield from _check_standing(manifest, parent)
     return standing.nonce == manifest.nonce
 
 
@@ -393,7 +393,8 @@ def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
     """The newest manifest, or None if there is none newer than `known`.
 
     Versions have no gaps and manifests are never deleted, so one strong read of the next version tells whether there is
-    anything new: an idle look is one request, whatever the history. From n versions behind it is about 2·log2(n).
+    anything new: an idle look is one request, whatever the history. From n versions behind it is about 2·log2(n). The
+    identity is read last: where a mount is away there is none, and what lies there is no version.
 
     Raises:
         StoreContentError: the store has another history than `known` belongs to, or is of a later protocol.
@@ -403,7 +404,7 @@ def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
         return None
 
     # Forward in doubling strides until there is no version, then halve the gap.
-    head, before, store = following, known, following.store
+    head, before, store = following, None, following.store
     stride, end = 1, _LAST_NUMBER + 1
     while end - head.version > 1:
         goal = min(head.version + stride, (head.version + end) // 2)
@@ -415,12 +416,13 @@ def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
             head, stride = found, 2 * stride
 
     # A stray manifest far ahead may have led astray: then no version stands before it, or another one.
-    if head is not following and (before is None or head.parent != before.sha256):
-        before = yield from read_manifest(head.version - 1, store=store)
+    if head is not following:
+        before = before or (yield from read_manifest(head.version - 1, store=store))
         if before is None or head.parent != before.sha256:
             head = following
     while (newer := (yield from _successor(head))) is not None:
         head = newer
+    yield from check_identity(head.store)
     return head
 
 
