@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import struct
 
-from speedtronic.distributed.protocol import PROTOCOL, Manifest, head_name, weights_name
+from speedtronic.distributed.protocol import PROTOCOL, Manifest, create_identity, head_name, weights_name
 from speedtronic.distributed.records import Blob, NodeMark, Outer, SessionMark, seconds_of
+from speedtronic.distributed.requests import perform
 from speedtronic.distributed.stores.base import Store
 
+STORE = "0" * 32
 TIME = "2031-05-06T07:09:00+00:00"
 OLD = SessionMark(seq=3, last=None, position=(75, 1200, 153_600))
 MARK = NodeMark(
@@ -52,7 +54,7 @@ def publish(
         parent=after and after.sha256,
         nonce=f"n{version}",
         time=time,
-        store="0" * 32,
+        store=STORE,
         schema_id="0" * 64,
         weights=weights,
         momentum=None,
@@ -64,6 +66,7 @@ def publish(
         fraction=0.5,
         rounds=float(version) if rounds is None else rounds,
     )
+    perform(create_identity(STORE), store)
     store.put_if_absent(weights.path, data)
     store.put_if_absent(head_name(version), manifest.to_bytes())
     return manifest
