@@ -122,7 +122,9 @@ class TestAdmission:
     def test_a_mask_of_infinities_is_admitted_where_the_global_one_has_them(self) -> None:
         assert isinstance(judged(GOOD), Delta)
         assert refused(GOOD, averages=None) == Refusal(
-            "mask has values that are not finite, or beyond 2^64, and differ from the global ones", damaged=False, lasting=True
+            "mask has values that are not finite, or beyond 2^64, and differ from the global ones",
+            damaged=False,
+            lasting=True,
         )
 
     def test_a_nodes_own_delta_is_opened_without_judging_its_values(self) -> None:
@@ -215,7 +217,9 @@ class TestRefusal:
     def test_a_replay_under_another_name_is_refused_for_good(self) -> None:
         for replayed in (ID._replace(seq=4), ID._replace(session="s2"), ID._replace(node="bob")):
             refusal = refused(GOOD, id=replayed)
-            assert refusal == Refusal("it is in/ann/s1/00000003.safetensors, under another name", damaged=False, lasting=True)
+            assert refusal == Refusal(
+                "it is in/ann/s1/00000003.safetensors, under another name", damaged=False, lasting=True
+            )
 
     def test_a_header_that_is_not_canonical_is_refused(self) -> None:
         tensors = {**some_delta(), **buffers_of(MODEL)}
@@ -226,7 +230,9 @@ class TestRefusal:
         assert refused(pack_tensors(tensors, {"speedtronic_delta": text, "more": "x"})).reason == "it is not a delta"
 
     def test_another_safetensors_object_is_not_a_delta(self) -> None:
-        assert refused(pack_tensors({**some_delta(), **AVERAGES}, {})) == Refusal("it is not a delta", damaged=False, lasting=True)
+        assert refused(pack_tensors({**some_delta(), **AVERAGES}, {})) == Refusal(
+            "it is not a delta", damaged=False, lasting=True
+        )
 
     def test_every_beginning_of_a_delta_counts_as_damaged(self) -> None:
         for length in range(0, len(GOOD), 7):
