@@ -373,7 +373,7 @@ class MasterOuterLoop:
     def wake(self) -> None:
         """Let the thread look now."""
         if self._thread is not None:
-            self._thread.wake()
+            self._thread.wake(urgent=True)
 
     def _perform(self, procedure: Procedure[T]) -> T:
         try:
