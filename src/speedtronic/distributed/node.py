@@ -97,11 +97,14 @@ class _Snapshot(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A committed delta that is in no version yet, as the master decodes it; `trained` is the work that it holds."""
+    """A committed delta that is in no version yet, as the master decodes it; `trained` is the work that it holds.
+
+    A tensor of `delta` may be decoded each time that it is asked for: only the encoded one takes memory then.
+    """
 
     id: DeltaId
     trained: Position
-    delta: Tensors
+    delta: Mapping[str, Tensor]
 
 
 class _Spooled(NamedTuple):
@@ -974,7 +977,7 @@ class Node:
                     self._apply(first_look, [p for p in pending if p.id in lost], manifest.nodes.get(self.node))
                 return
 
-    def _without(self, weights: Mapping[str, Tensor], deltas: Collection[Tensors]) -> Tensors:
+    def _without(self, weights: Mapping[str, Tensor], deltas: Collection[Mapping[str, Tensor]]) -> Tensors:
         """θ - Σ Δ, in the order of the deltas. One tensor at a time, so that memory holds no second copy."""
         new_base: Tensors = {}
         for name, value in weights.items():
