@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from speedtronic.distributed.threads import BackgroundThread
+from speedtronic.errors import StoreRefusedError, StoreUnavailableError
 
 SOON = 5.0  # seconds that a test waits for a thread before it fails
 NEVER = 3600.0
@@ -126,3 +129,96 @@ def test_threads_that_share_a_stop_event_end_together() -> None:
 
 def test_a_thread_that_never_started_stops_without_waiting() -> None:
     assert BackgroundThread("test", lambda: False, interval=NEVER, failed=ignore).stop(0.0)
+
+
+def pauses_after(answers: list[Exception | bool], interval: float) -> list[float]:
+    """The pauses of a thread whose work raises or returns these one after the other. Each is over at once."""
+    pauses: list[float] = []
+    left = iter(answers)
+
+    def work() -> bool:
+        match next(left):
+            case Exception() as error:
+                raise error
+            case again:
+                return again
+
+    def wait(event: threading.Event, seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == len(answers):
+            stopping.set()
+
+    stopping = threading.Event()
+    thread = BackgroundThread("test", work, interval=interval, failed=lambda error: None, stopping=stopping, wait=wait)
+    thread.start()
+    assert stopping.wait(SOON)
+    assert thread.stop(SOON)
+    return pauses
+
+
+REFUSED = StoreRefusedError("401")
+
+
+def test_what_is_refused_again_and_again_is_asked_for_less_and_less_often() -> None:
+    assert pauses_after([REFUSED] * 7, 60.0) == [60.0, 120.0, 240.0, 480.0, 900.0, 900.0, 900.0]
+    assert pauses_after([REFUSED] * 3, 3600.0) == [3600.0] * 3
+
+
+@pytest.mark.parametrize("answer", [False, StoreUnavailableError("503"), OSError("the disk is full")])
+def test_any_other_end_of_the_work_makes_the_pause_short_again(answer: Exception | bool) -> None:
+    assert pauses_after([REFUSED, REFUSED, answer, REFUSED], 60.0) == [60.0, 120.0, 60.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("error", "urgent", "ends"),
+    [
+        (REFUSED, False, False),
+        (REFUSED, True, True),
+        (OSError("the disk is full"), False, True),
+    ],
+)
+def test_a_pause_after_a_refusal_is_ended_by_an_urgent_wake_only(error: Exception, urgent: bool, ends: bool) -> None:
+    ended: list[bool] = []
+
+    def work() -> bool:
+        raise error
+
+    def wait(event: threading.Event, seconds: float) -> None:
+        thread.wake(urgent=urgent)
+        ended.append(event.is_set())
+        stopping.set()
+
+    stopping = threading.Event()
+    thread = BackgroundThread("test", work, interval=NEVER, failed=lambda error: None, stopping=stopping, wait=wait)
+    thread.start()
+    assert stopping.wait(SOON)
+    assert thread.stop(SOON)
+    assert ended == [ends]
+
+
+def test_a_stop_ends_a_pause_after_a_refusal() -> None:
+    refused = threading.Event()
+
+    def work() -> bool:
+        raise REFUSED
+
+    thread = BackgroundThread("test", work, interval=NEVER, failed=lambda error: refused.set())
+    thread.start()
+    assert refused.wait(SOON)
+    assert thread.stop(SOON)
+
+
+def test_a_stop_at_the_start_of_a_round_is_not_slept_through() -> None:
+    class StoppedWhenAsked(threading.Event):
+        """Another thread calls `stop` right after it was asked whether it has."""
+
+        def is_set(self) -> bool:
+            stopped = super().is_set()
+            self.set()
+            thread.wake()
+            return stopped
+
+    thread = BackgroundThread("test", lambda: False, interval=NEVER, failed=ignore, stopping=StoppedWhenAsked())
+    thread.start()
+    thread._thread.join(SOON)
+    assert not thread._thread.is_alive()

@@ -408,7 +408,7 @@ class _Session:
             # Boundaries uploaded on the training thread, and waited. The end of a run waits until the deadline only.
             self._upload_thread = self._start_thread("upload", self._uploading)
         self._uploaded.clear()
-        self._upload_thread.wake()
+        self._upload_thread.wake(urgent=True)
         while self.node.has_spooled and self._uploaded.wait(max(0.0, deadline - self._clock())):
             self._uploaded.clear()
 
@@ -524,7 +524,8 @@ class _LocalMaster:
         """Let a new look start, and wait up to `timeout` seconds for its end."""
         ended = threading.Event()
         self._awaited = ended
-        self.wake()
+        if self.thread is not None:
+            self.thread.wake(urgent=True)
         ended.wait(timeout)
 
     def _look(self) -> bool:

@@ -7,11 +7,17 @@ import traceback
 from collections.abc import Callable
 
 from speedtronic.distributed.requests import EventSink
-from speedtronic.errors import StoreError, StoreUnavailableError
+from speedtronic.errors import StoreError, StoreRefusedError, StoreUnavailableError
+
+_LONGEST_PAUSE = 900.0  # seconds between requests that a store refuses
 
 
 class BackgroundThread:
     """Does one kind of work again and again: when it is woken, and at the latest after an interval.
+
+    After a StoreRefusedError it pauses for the interval, then for twice as long each time, up to 15 minutes: what was
+    refused will most likely be refused again. Waking it does not end such a pause, since it is woken whenever there is
+    more of the work that was refused.
 
     It runs once. It is a daemon thread, so that a request that hangs does not keep the process alive.
 
@@ -21,6 +27,7 @@ class BackgroundThread:
         interval: seconds between the end of one call and the next.
         failed: receives what `work` raised; the thread continues after the interval.
         stopping: set by `stop`. Threads that share one end together; waits inside `work` should wait on it.
+        wait: waits for an event for some seconds, as `Event.wait` does.
     """
 
     def __init__(
@@ -31,19 +38,24 @@ class BackgroundThread:
         interval: float,
         failed: Callable[[Exception], None],
         stopping: threading.Event | None = None,
+        wait: Callable[[threading.Event, float], object] = threading.Event.wait,
     ) -> None:
         self._stopping = stopping if stopping is not None else threading.Event()
         self._work = work
         self._interval = interval
         self._failed = failed
+        self._wait = wait
         self._woken = threading.Event()
+        self._urged = threading.Event()  # ends a pause after a refusal too
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def wake(self) -> None:
-        """Let the work be done soon, also if it is being done right now."""
+    def wake(self, *, urgent: bool = False) -> None:
+        """Let the work be done soon, also if it is being done right now; if it was refused, only if this is urgent."""
+        if urgent:
+            self._urged.set()
         self._woken.set()
 
     def stop(self, timeout: float) -> bool:
@@ -52,21 +64,30 @@ class BackgroundThread:
         If a request hangs, the thread ends with that request.
         """
         self._stopping.set()
-        self.wake()
+        self.wake(urgent=True)
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        pause = 0.0  # seconds, after a refusal
+        while True:
+            # Before the question whether to stop: `stop` sets these last, and they must not be lost.
             self._woken.clear()
-            again = False
+            self._urged.clear()
+            if self._stopping.is_set():
+                return
+            again = refused = False
             try:
                 again = self._work()
             except Exception as error:  # noqa: BLE001 - the thread's edge: every failure is reported and tried again
                 self._failed(error)
-            if not again:
-                self._woken.wait(self._interval)
+                refused = isinstance(error, StoreRefusedError)
+            pause = max(self._interval, min(2 * pause, _LONGEST_PAUSE)) if refused else 0.0
+            if refused:
+                self._wait(self._urged, pause)
+            elif not again:
+                self._wait(self._woken, self._interval)
 
 
 class ReportedWork:

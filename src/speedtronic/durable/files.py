@@ -50,12 +50,18 @@ def sync_folder(path: Path, sync: Callable[[int], None] = sync) -> None:
         return  # Windows has no such call; it journals names.
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        sync_open_folder(descriptor, sync)
+    finally:
+        os.close(descriptor)
+
+
+def sync_open_folder(descriptor: int, sync: Callable[[int], None] = sync) -> None:
+    """The same for a folder that is open."""
+    try:
         sync(descriptor)
     except OSError as error:
         if error.errno not in _CANNOT_FLUSH_FOLDERS:
             raise
-    finally:
-        os.close(descriptor)
 
 
 class FileSystem:

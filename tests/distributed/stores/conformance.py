@@ -162,6 +162,19 @@ class StoreConformance:
         assert [entry.name for page in pages for entry in page.entries] == names
         assert not store.list_after("head/", names[3]).more, "three are left, which is a page"
 
+    def test_a_long_listing_of_many_folders_comes_in_pages(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (base, s3):
+            monkeypatch.setattr(module, "PAGE", 3)
+        names = [f"in/node-{node}/s/{number:08d}" for node in range(3) for number in range(2)] + ["in/node/s-1/1"]
+        for name in names:
+            store.put_if_absent(name, b"x")
+        store.put_if_absent("inn/1", b"x")
+        pages = [store.list_after("in/")]
+        while pages[-1].more:
+            pages.append(store.list_after("in/", pages[-1].entries[-1].name))
+        assert [len(page.entries) for page in pages] == [3, 3, 1]
+        assert sorted(entry.name for page in pages for entry in page.entries) == names
+
     def test_a_deleted_object_is_gone_and_its_name_is_free(self, store: Store) -> None:
         store.put_if_absent("in/a/1", b"x")
         store.put_if_absent("in/a/2", b"y")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
-from speedtronic.distributed.stores import MemoryStore, RetryingStore
+from speedtronic.distributed.stores import MemoryStore, RetryingStore, Store
 from speedtronic.errors import StoreRefusedError, StoreUnavailableError
+
+MIB = 2**20
 
 
 class Failing(MemoryStore):
@@ -105,9 +110,135 @@ def test_giving_up_ends_the_attempts_before_or_after_a_pause(given_up_after: int
 
 def test_a_request_has_more_time_the_more_bytes_it_may_carry() -> None:
     store = Failing(0)
-    retrying = RetryingStore(store)
-    retrying.put_if_absent("a", bytes(64 * 1024 * 3), timeout=10.0)
-    retrying.get("a", limit=64 * 1024 * 100, timeout=10.0)
-    retrying.get("a", limit=64 * 1024 * 100, size=64 * 1024, timeout=10.0)
+    retrying = RetryingStore(store, clock=lambda: 0.0)
+    retrying.put_if_absent("a", bytes(3 * MIB), timeout=10.0)
+    retrying.get("a", limit=100 * MIB, timeout=10.0)
+    retrying.get("a", limit=100 * MIB, size=MIB, timeout=10.0)
     retrying.delete("a", timeout=10.0)
     assert store.timeouts == [13.0, 110.0, 11.0, 10.0]
+
+
+class Linked:
+    """A store behind a link with a clock of its own, and what it was given time for.
+
+    Attributes:
+        speed: bytes per second; 0 if requests hang.
+    """
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+        self.now = 0.0
+        self.timeouts: list[float] = []
+        self.there: dict[str, Any] = {}
+        self.url = "test://linked"
+        self.retrying = RetryingStore(cast(Store, self), sleep=lambda _: None, clock=lambda: self.now)
+
+    def put_if_absent(self, name: str, data: Any, *, timeout: float) -> bool:
+        self._take(len(data), timeout)
+        return self.there.setdefault(name, data) is data
+
+    def get(self, name: str, *, limit: int, timeout: float, **_: Any) -> Any:
+        self._take(len(self.there.get(name, b"")), timeout)
+        return self.there.get(name)
+
+    def _take(self, size: int, timeout: float) -> None:
+        self.timeouts.append(timeout)
+        seconds = size / self.speed if self.speed else math.inf
+        self.now += min(seconds, timeout)
+        if seconds >= timeout:
+            raise StoreUnavailableError("no answer in time")
+
+
+WEIGHTS = bytes(500 * MIB)
+
+
+def test_a_first_request_that_hangs_is_given_up_within_minutes() -> None:
+    store = Linked(speed=0)
+    with pytest.raises(StoreUnavailableError):
+        store.retrying.put_if_absent("w/1", WEIGHTS)
+    assert store.timeouts[0] == 560.0
+
+
+def test_over_the_slowest_link_a_request_gets_through_after_timeouts() -> None:
+    store = Linked(speed=80 * 1024)
+    assert store.retrying.put_if_absent("w/1", WEIGHTS)
+    assert store.timeouts == [560.0, 1060.0, 2060.0, 4060.0, 8060.0]
+    store.retrying.put_if_absent("w/2", WEIGHTS)
+    assert store.timeouts[5:] == [8060.0], "and what was learnt is kept"
+
+
+def test_a_link_that_becomes_slow_is_found_as_soon_as_one_that_was_never_measured() -> None:
+    store = Linked(speed=1000 * MIB)
+    store.retrying.put_if_absent("w/1", WEIGHTS)
+    store.speed = 80 * 1024
+    assert store.retrying.put_if_absent("w/2", WEIGHTS)
+    assert store.timeouts == [560.0, 62.0, 560.0, 1060.0, 2060.0, 4060.0, 8060.0]
+
+
+def test_with_one_attempt_each_the_slowest_link_is_found_too() -> None:
+    store = Linked(speed=80 * 1024)
+    store.retrying = RetryingStore(cast(Store, store), attempts=1, clock=lambda: store.now)
+    for _ in range(4):
+        with pytest.raises(StoreUnavailableError):
+            store.retrying.put_if_absent("w/1", WEIGHTS)
+    assert store.retrying.put_if_absent("w/1", WEIGHTS)
+
+
+def test_requests_that_hang_together_are_one_timeout() -> None:
+    hung = threading.Barrier(3)
+
+    class Hanging(Linked):
+        def put_if_absent(self, name: str, data: Any, *, timeout: float) -> bool:
+            if self.speed == 0:
+                hung.wait(30)
+            return super().put_if_absent(name, data, timeout=timeout)
+
+    store = Hanging(speed=0)
+    store.retrying = RetryingStore(cast(Store, store), attempts=1, clock=lambda: store.now)
+
+    def put() -> None:
+        with pytest.raises(StoreUnavailableError):
+            store.retrying.put_if_absent("w/1", WEIGHTS)
+
+    threads = [threading.Thread(target=put) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.speed = 100 * MIB
+    store.retrying.put_if_absent("w/1", WEIGHTS)
+    assert store.timeouts == [560.0] * 3 + [1060.0]
+
+
+def test_the_time_for_bytes_is_four_times_what_the_slowest_of_the_last_eight_took() -> None:
+    store = Linked(speed=8 * MIB)
+    store.retrying.put_if_absent("w/0", bytes(16 * MIB))
+    store.speed = 100 * MIB
+    for index in range(1, 10):
+        store.retrying.put_if_absent(f"w/{index}", bytes(100 * MIB), timeout=10.0)
+    assert store.timeouts[1:] == [10.0 + 50.0] * 8 + [10.0 + 4.0]
+
+
+def test_the_ways_up_and_down_are_measured_apart() -> None:
+    store = Linked(speed=MIB / 2)
+    store.retrying.put_if_absent("w/1", bytes(10 * MIB))
+    store.retrying.get("w/1", limit=10 * MIB, timeout=60.0)
+    store.retrying.put_if_absent("w/2", bytes(10 * MIB), timeout=60.0)
+    assert store.timeouts[1:] == [60.0 + 10.0, 60.0 + 80.0]
+
+
+def test_small_objects_and_taken_names_say_nothing_about_the_link() -> None:
+    store = Linked(speed=100.0)
+    store.retrying.put_if_absent("small", bytes(1000))
+    store.speed = math.inf
+    store.retrying.put_if_absent("w/1", bytes(10 * MIB))
+    store.speed = 1000 * MIB
+    store.retrying.put_if_absent("w/1", bytes(10 * MIB))
+    store.retrying.put_if_absent("w/2", bytes(10 * MIB), timeout=10.0)
+    assert store.timeouts[-1] == 20.0
+
+
+def test_a_failure_before_its_time_leaves_the_time_as_it_is() -> None:
+    store = Failing(5)
+    RetryingStore(store, sleep=lambda _: None).put_if_absent("a", bytes(3 * MIB), timeout=10.0)
+    assert store.timeouts == [13.0] * 6
