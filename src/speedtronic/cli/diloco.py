@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedtronic.cli import output
-from speedtronic.cli.arguments import add_config_arguments, load_config_of_run, load_from_arguments, split_words
+from speedtronic.cli.arguments import load_config_of_run, split_words
+from speedtronic.cli.diloco_master import add_master_parser
 from speedtronic.cli.output import printable
 from speedtronic.errors import ConfigError
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from speedtronic.distributed.status import NodeStatus, StoreStatus
     from speedtronic.distributed.stores import Store
 
-_SIGNAL_INTERVAL = 0.2  # seconds between two looks for a signal
-_STOP_TIMEOUT = 10.0  # seconds that a running request gets to end
 # A person waits for the answer: a store that does not give it within some seconds is down.
 _RETRIES: Mapping[str, Any] = {"initial": 0.5, "maximum": 4.0, "attempts": 4}
 
@@ -84,65 +82,9 @@ compared with how long a version usually takes (3 and 10 times, as for nodes). W
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("diloco", help="average the weights of many nodes, and see what they do")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _add_master(actions)
+    add_master_parser(actions)
     _add_status(actions)
     _add_pull(actions)
-
-
-# ---------------------------------------------------------------------- master
-
-
-def _add_master(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
-        "master",
-        help="average what the nodes send, and train nothing",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Publish the model's initial weights where the store has none, and from then on average what the\n"
-        "nodes send and publish it. It needs neither data nor an accelerator. All of its state is in the store: a\n"
-        "master that ended or was killed at any moment, on this machine or another, continues where it stopped.\n"
-        "Ctrl-C, SIGTERM or SIGHUP ends it.",
-        epilog="exit code: 128 + n ended by signal n, 1 the store does not answer at the start, 2 it cannot be used,\n"
-        "or holds another model, or bad use",
-    )
-    add_config_arguments(parser)
-    parser.set_defaults(run=run_master)
-
-
-def run_master(args: argparse.Namespace) -> int:
-    config, folder = load_from_arguments(args)
-    if config.distributed.repo_id is None:
-        raise ConfigError("distributed.repo_id: needed; name a store, such as dir:///path or s3://bucket/prefix")
-    config.distributed.enabled = True  # asked for by the command, so that what is not built is refused
-
-    # torch is imported only now: a mistake in the file is reported at once.
-    from speedtronic.checkpoint import RunLock
-    from speedtronic.config.checks import refuse_what_is_not_built
-    from speedtronic.distributed.coordinator import build_master, say_through
-    from speedtronic.distributed.stores.open import connect
-    from speedtronic.runtime import build_initial_model, build_logger, import_plugins
-    from speedtronic.trainer.signals import SignalWatch
-
-    refuse_what_is_not_built(config)
-    import_plugins(config.plugins, folder)
-    # Two masters of one store do each other no harm, but their log files would mingle.
-    writes_logs = config.logging.file is not None or config.logging.json_file is not None
-    lock = RunLock(Path(config.run.output_dir)) if writes_logs else nullcontext()
-    with lock, build_logger(config) as logger:
-        stopping = threading.Event()
-        store = connect(config.distributed, stopping=stopping)
-        model = build_initial_model(config, logger)
-        master = build_master(config.distributed, store, model, say_through(logger), stopping=stopping)
-        master.sync_once()  # a store that cannot be used, or holds another model, ends the command
-        with SignalWatch() as watch:
-            master.start()
-            logger.info(
-                f"at version {master.outer_step}, averaging what the nodes put into {store.url}; Ctrl-C ends it"
-            )
-            while watch.received is None:
-                time.sleep(_SIGNAL_INTERVAL)
-            master.stop(_STOP_TIMEOUT)
-        logger.info(f"ended by {watch.received.name} at version {master.outer_step}, which is in {store.url}")
-    return 128 + watch.received
 
 
 # ---------------------------------------------------------------------- the store to look at
