@@ -52,7 +52,7 @@ from speedtronic.distributed.protocol import (
 from speedtronic.distributed.records import NodeMark, Position, session_name, session_number
 from speedtronic.distributed.requests import EventSink, Get, Procedure, ReadFile, RemoveFile, WriteFile
 from speedtronic.distributed.schema import Schema, Tensors, TensorType
-from speedtronic.errors import CheckpointError, StoreContentError, StoreError
+from speedtronic.errors import CheckpointError, StoreContentError, StoreError, StoreRefusedError
 
 MAX_PENDING = 2
 """With so many deltas in no version yet, boundaries are skipped: memory and store stay bounded without a master."""
@@ -733,6 +733,9 @@ class Node:
         """Send the delta in the spool, the very same bytes, until the store has them. True if it was sent.
 
         A delta from before a restart is sent after the first look, which tells whether this is still the same store.
+
+        Raises:
+            StoreRefusedError: the store will most likely refuse it again.
         """
         spooled = self._spooled
         if spooled is None or not self._looked:
@@ -761,6 +764,8 @@ class Node:
         except (StoreError, OSError) as error:
             payload = {"seq": spooled.id.seq, "session": spooled.id.session, "error": str(error)}
             self._say("delta_upload_failed", payload)
+            if isinstance(error, StoreRefusedError):
+                raise
             return False
         self._acknowledge(spooled)
         return True
