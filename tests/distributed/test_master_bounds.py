@@ -148,9 +148,32 @@ def test_a_larger_norm_counts_as_three_times_the_usual() -> None:
 
 
 def test_a_norm_of_more_than_a_hundred_times_the_usual_is_refused() -> None:
-    store, _ = rounds_of([1.0, 101.0])
-    assert weight_of(store)[0].item() == INITIAL["weight"][0].item() - 1.0
-    assert head_of(store).rejected[0].reason == "its norm is 101, more than 100 times the usual 1"
+    store, master = started(MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=2, quorum=1))
+    for node in "ab":
+        send(store.inner, node, 1, [1.0, 0.0, 0.0])
+    assert perform(master.poll(), store) == 2
+    before = weight_of(store)
+    send(store.inner, "a", 2, [101.0, 0.0, 0.0], base_version=1)
+    assert perform(master.poll(), store) == 0
+    head = head_of(store)
+    assert head.rejected[0].reason == "its norm is 101, more than 100 times the usual 1"
+    assert (head.nodes["a"].norm, head.nodes["a"].seconds) == (1.0, 5.0), "of its last admitted delta"
+    assert torch.equal(weight_of(store), before)
+
+
+def test_where_most_nodes_are_beyond_the_usual_the_usual_has_changed() -> None:
+    settings = MasterSettings(outer_lr=1.0, outer_momentum=0.0, expected_nodes=4, quorum=1)
+    store, master = started(settings)
+    for node in "abcd":
+        send(store.inner, node, 1, [1e-3, 0.0, 0.0])
+    perform(master.poll(), store)
+    entered = []
+    for seq in range(1, 10):
+        for node in "abcd":
+            send(store.inner, node, seq, [1.0, 0.0, 0.0], session=session_name(1, "0000000b"), base_version=seq)
+        entered.append(perform(master.poll(), store))
+    assert entered == [2] + [4] * 8
+    assert head_of(store).nodes["a"].norm == 1.0
 
 
 def test_a_node_that_diverges_moves_the_others_by_three_of_their_steps() -> None:
