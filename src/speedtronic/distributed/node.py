@@ -873,7 +873,8 @@ class Node:
             pending = {pending.id for pending in self._pending}
             lost = frozenset(id for id in pending - earlier.outstanding if not manifest.has_processed(id))
             reached = {session: seq for session, seq in earlier.last_seq.items() if seq}
-            ends = [DeltaId(self.node, *end) for end in reached.items()] + ([] if committed is None else [committed])
+            # What the store has not, may still come, too late: the next session says that the one before ends here.
+            ends = [DeltaId(self.node, *end) for end in reached.items()]
             committed = max(ends, key=lambda end: (session_number(end.session), end.seq), default=None)
             adopted = {session: seq for session, seq in reached.items() if session not in sessions}
             if adopted:
