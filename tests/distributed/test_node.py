@@ -21,7 +21,7 @@ from speedtronic.distributed.records import Position
 from speedtronic.distributed.requests import Get, Procedure, Put, answer
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.errors import StoreContentError, StoreUnavailableError
+from speedtronic.errors import StoreContentError, StoreRefusedError, StoreUnavailableError
 from tests.support.nodes import (
     FULL_DISK,
     NEW,
@@ -205,6 +205,20 @@ def test_lost_acknowledgements_send_the_same_bytes_under_the_same_name(lost: int
     assert [payload["error"] for payload in process.payloads("delta_upload_failed")] == ["no answer"] * lost
     assert process.run(process.node.upload())
     assert master.apply_deltas() == 1
+
+
+def test_a_refused_upload_is_raised_so_that_its_thread_waits_longer_and_longer() -> None:
+    _, _, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    upload = process.node.upload()
+    next(upload)
+    upload.send(process.files.read(SPOOL))
+    with pytest.raises(StoreRefusedError, match="403"):
+        upload.throw(StoreRefusedError("403"))
+    assert [payload["error"] for payload in process.payloads("delta_upload_failed")] == ["403"]
+    assert process.run(process.node.upload())
 
 
 def test_without_a_master_boundaries_are_skipped_after_some_deltas_and_nothing_is_lost() -> None:

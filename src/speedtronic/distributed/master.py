@@ -480,6 +480,7 @@ class Master:
         self._warned_at: int | None = None  # the version at which a warning said that the round is incomplete
         self._differs_since: float | None = None  # rounds since when more or fewer nodes take part than expected
         self._clipped: set[str] = set()  # nodes of which a delta was scaled down
+        self._beyond: set[str] = set()  # nodes whose last delta had a norm to be refused
         self._reported: set[type[StoreError]] = set()  # errors of deletions that were reported
 
     @property
@@ -818,8 +819,12 @@ class Master:
         # A node that diverges moves the others only so far.
         length, usual = norm(delta.tensors), usual_norm(round_.recent.values(), header.steps)
         scale = 1.0
+        self._beyond.discard(header.node)
         if usual is not None and length > REFUSED * usual:
-            return refused(f"its norm is {length:.3g}, more than {REFUSED:g} times the usual {usual:.3g}")
+            self._beyond.add(header.node)
+            # Where most nodes do so, what is usual has changed: a finished run goes on with a new learning rate.
+            if 2 * len(self._beyond) <= len(round_.recent.keys() | self._beyond):
+                return refused(f"its norm is {length:.3g}, more than {REFUSED:g} times the usual {usual:.3g}")
         if usual is not None and length > CLIPPED * usual:
             scale = CLIPPED * usual / length
             if header.node not in self._clipped:

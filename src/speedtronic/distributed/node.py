@@ -52,7 +52,7 @@ from speedtronic.distributed.protocol import (
 from speedtronic.distributed.records import NodeMark, Position, session_name, session_number
 from speedtronic.distributed.requests import EventSink, Get, Procedure, ReadFile, RemoveFile, WriteFile
 from speedtronic.distributed.schema import Schema, Tensors, TensorType
-from speedtronic.errors import CheckpointError, StoreContentError, StoreError
+from speedtronic.errors import CheckpointError, StoreContentError, StoreError, StoreRefusedError
 
 MAX_PENDING = 2
 """With so many deltas in no version yet, boundaries are skipped: memory and store stay bounded without a master."""
@@ -733,6 +733,9 @@ class Node:
         """Send the delta in the spool, the very same bytes, until the store has them. True if it was sent.
 
         A delta from before a restart is sent after the first look, which tells whether this is still the same store.
+
+        Raises:
+            StoreRefusedError: the store will most likely refuse it again.
         """
         spooled = self._spooled
         if spooled is None or not self._looked:
@@ -761,6 +764,8 @@ class Node:
         except (StoreError, OSError) as error:
             payload = {"seq": spooled.id.seq, "session": spooled.id.session, "error": str(error)}
             self._say("delta_upload_failed", payload)
+            if isinstance(error, StoreRefusedError):
+                raise
             return False
         self._acknowledge(spooled)
         return True
@@ -868,7 +873,8 @@ class Node:
             pending = {pending.id for pending in self._pending}
             lost = frozenset(id for id in pending - earlier.outstanding if not manifest.has_processed(id))
             reached = {session: seq for session, seq in earlier.last_seq.items() if seq}
-            ends = [DeltaId(self.node, *end) for end in reached.items()] + ([] if committed is None else [committed])
+            # What the store has not, may still come, too late: the next session says that the one before ends here.
+            ends = [DeltaId(self.node, *end) for end in reached.items()]
             committed = max(ends, key=lambda end: (session_number(end.session), end.seq), default=None)
             adopted = {session: seq for session, seq in reached.items() if session not in sessions}
             if adopted:
