@@ -64,9 +64,9 @@ fields of a session:
 """
 _HEADINGS = ("NODE", "STATE", "SEEN", "STEP", "TOKENS", "ROUNDS BEHIND", "SENT", "WAITING", "REJECTED")
 _WORDS = """
-STATE          Of a node: how long no version has had a delta of it, compared with how long it takes to make one.
-               running: up to 3 times as long; late: up to 10 times; gone: longer; less than a minute says nothing.
-               unknown: no version has had one. Times are told by this machine's clock and the master's.
+STATE          How long no version has had a delta of the node, compared with how long it takes to make one (at least
+               a minute). running: up to 3 times as long; late: up to 10 times; gone: longer. A node that has ended is
+               gone after a while; one without a delta in a version is unknown. Clocks: this machine's and the master's.
 SEEN           how long ago that was
 STEP, TOKENS   how much of the node's training the versions contain
 ROUNDS BEHIND  Rounds since its last delta entered. A round is one delta of every node. A version that has a part of
@@ -240,7 +240,7 @@ def _as_row(node: NodeStatus) -> tuple[str, ...]:
         "-" if node.silent is None else f"{output.age(node.silent)} ago",
         str(node.step),
         short_number(node.tokens),
-        "-" if node.rounds_behind is None else f"{node.rounds_behind:.3g}",
+        "-" if node.rounds_behind is None else f"{round(node.rounds_behind, 2):g}",
         short_bytes(node.bytes),
         str(node.outstanding),
         f"{node.rejected}: {printable(node.reason)}" if node.reason is not None else str(node.rejected),
