@@ -4,11 +4,11 @@
 
 "idle" counts the requests of one look at a store in which nothing is new, and the bytes that come back, after so many
 deltas of one node, each a version: by a node and by a master, in memory and in a folder. The first look of a new node
-and of a new master stand beside them. "scale" lets so many nodes make so many versions
-in virtual time, without training: a fifth of them sends a delta for each version, and each restarts after five. It shows
-how large manifests become, and what a look and a new version cost. "nodes" times a master's round of so many deltas in a folder, and takes the peak
-of its memory in a process of its own, above what that process has before it holds a model, in copies of the model.
-"memory" is the peak of a node whose master is gone, likewise in a process of its own: at boundaries, then with a
+and of a new master stand beside them. "scale" lets so many nodes make so many versions in virtual time, without
+training: a fifth of them sends a delta for each version, and each restarts after five. It shows how large manifests
+become, and what a look and a new version cost. "nodes" times a master's round of so many deltas in a folder, and takes
+the peak of its memory in a process of its own, above what that process has before it holds a model, in copies of the
+model. "memory" is the peak of a node whose master is gone, likewise in a process of its own: at boundaries, then with a
 checkpoint whose tensors are copied in memory after each (the node's part of it), and at the last boundary of a run.
 "stall" is how long the training thread stands still at a boundary, as a share of one copy of the weights; the two
 alternate (A B A B …), and the figure is the median of the ratios.
