@@ -652,6 +652,25 @@ def test_memory_that_a_checkpoint_was_given_is_not_used_again() -> None:
         assert torch.equal(state["base"]["done"], before)
 
 
+def test_without_a_master_a_node_holds_its_base_and_the_pending_deltas() -> None:
+    _, master, process = started()
+    copies = []
+    for _ in range(MAX_PENDING + 2):
+        process.train(2)
+        if process.node.start_boundary() == "queued":
+            values = snapshot(process.model, process.node.spare(), names=process.node.exchanged)
+            copies.append(weakref.ref(values["done"]))
+            process.node.give_snapshot(values, 1.0)
+            del values
+            process.run(process.node.spool())
+            process.run(process.node.upload())
+    assert [copy() is not None for copy in copies] == [False] * (MAX_PENDING - 1) + [True]
+    assert process.node.spare() is None
+    master.apply_deltas()
+    process.receive()
+    assert process.node.spare() is not None, "the base before, for the next snapshot"
+
+
 def test_a_snapshot_that_could_not_be_spooled_is_memory_for_the_next() -> None:
     _, _, process = started()
     process.files.full = True
