@@ -1155,3 +1155,39 @@ def test_a_node_that_starts_while_the_store_is_away_does_not_take_the_folder_for
     store.away = False
     again.receive()
     assert again.values == each_once(2)
+
+
+def test_a_node_learns_the_identity_of_an_older_store_as_soon_as_it_has_one() -> None:
+    store = Mount()
+    master = AddingMaster(store, anonymous=True)
+    process = NodeProcess(store, MemoryFiles(), 1)
+    process.receive()
+    assert process.train_and_send(2) == "queued"
+    assert process.node.store is None
+    master.give_identity()
+    process.receive()
+    assert process.node.store == master.identity
+    process.train_and_send(2)
+    ledger = Ledger.from_bytes(process.files.contents[LEDGER])
+    assert ledger is not None
+    assert ledger.store == master.identity
+    store.away = True
+    again = NodeProcess(store, process.files, 2)
+    with pytest.raises(StoreUnavailableError, match="is the folder mounted"):
+        again.run(again.node.poll())
+
+
+def test_a_restart_learns_the_identity_that_the_store_was_given_meanwhile() -> None:
+    store = MemoryStore()
+    master = AddingMaster(store, anonymous=True)
+    process = NodeProcess(store, MemoryFiles(), 1)
+    process.receive()
+    process.train_and_send(2)
+    master.give_identity()
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
+    again.receive()
+    assert again.node.store == master.identity
+    ledger = Ledger.from_bytes(process.files.contents[LEDGER])
+    assert ledger is not None
+    assert (ledger.store, ledger.last("n")) == (master.identity, DeltaId("n", session(1), 1))
+    assert again.values == each_once(2)
