@@ -9,8 +9,8 @@ In copies of the trained parameters, a node holds: its base; one per delta that 
 most `MAX_PENDING` of them; a snapshot from a boundary to its commit, when it becomes the base; the base before, as
 memory for the next snapshot, since a copy into fresh memory takes several times as long; a version (with buffers and
 frozen weights) from its download to its installation; the residual of a lossy codec. While a delta is spooled its bytes
-come on top; while one is uploaded they are read again from the disk. So without a master the peak is five copies, and
-six in the last boundary of a run.
+come on top; while one is uploaded they are read again from the disk. So without a master the peak is five copies, three
+between two boundaries, and six in the last boundary of a run.
 
 What a lossy codec still owes (the residual) is part of the commit of a delta. It has two files in turn, and is written
 before the spool that names it: a crash between the two leaves the file that the spool or the ledger before names.
@@ -720,6 +720,8 @@ class Node:
         """The snapshot becomes the base, and its delta is pending."""
         self._set_base(snapshot.values, own=snapshot.values)
         self._pending = (*self._pending, pending)
+        if len(self._pending) >= MAX_PENDING:
+            self._spare = None  # until a version comes there is no snapshot to fill it
         self._began = snapshot.position
         self._covered, self._last = snapshot.position, pending.id
 
