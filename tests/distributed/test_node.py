@@ -652,6 +652,25 @@ def test_memory_that_a_checkpoint_was_given_is_not_used_again() -> None:
         assert torch.equal(state["base"]["done"], before)
 
 
+def test_without_a_master_a_node_holds_its_base_and_the_pending_deltas() -> None:
+    _, master, process = started()
+    copies = []
+    for _ in range(MAX_PENDING + 2):
+        process.train(2)
+        if process.node.start_boundary() == "queued":
+            values = snapshot(process.model, process.node.spare(), names=process.node.exchanged)
+            copies.append(weakref.ref(values["done"]))
+            process.node.give_snapshot(values, 1.0)
+            del values
+            process.run(process.node.spool())
+            process.run(process.node.upload())
+    assert [copy() is not None for copy in copies] == [False] * (MAX_PENDING - 1) + [True]
+    assert process.node.spare() is None
+    master.apply_deltas()
+    process.receive()
+    assert process.node.spare() is not None, "the base before, for the next snapshot"
+
+
 def test_a_snapshot_that_could_not_be_spooled_is_memory_for_the_next() -> None:
     _, _, process = started()
     process.files.full = True
@@ -1135,4 +1154,40 @@ def test_a_node_that_starts_while_the_store_is_away_does_not_take_the_folder_for
         again.run(again.node.poll())
     store.away = False
     again.receive()
+    assert again.values == each_once(2)
+
+
+def test_a_node_learns_the_identity_of_an_older_store_as_soon_as_it_has_one() -> None:
+    store = Mount()
+    master = AddingMaster(store, anonymous=True)
+    process = NodeProcess(store, MemoryFiles(), 1)
+    process.receive()
+    assert process.train_and_send(2) == "queued"
+    assert process.node.store is None
+    master.give_identity()
+    process.receive()
+    assert process.node.store == master.identity
+    process.train_and_send(2)
+    ledger = Ledger.from_bytes(process.files.contents[LEDGER])
+    assert ledger is not None
+    assert ledger.store == master.identity
+    store.away = True
+    again = NodeProcess(store, process.files, 2)
+    with pytest.raises(StoreUnavailableError, match="is the folder mounted"):
+        again.run(again.node.poll())
+
+
+def test_a_restart_learns_the_identity_that_the_store_was_given_meanwhile() -> None:
+    store = MemoryStore()
+    master = AddingMaster(store, anonymous=True)
+    process = NodeProcess(store, MemoryFiles(), 1)
+    process.receive()
+    process.train_and_send(2)
+    master.give_identity()
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
+    again.receive()
+    assert again.node.store == master.identity
+    ledger = Ledger.from_bytes(process.files.contents[LEDGER])
+    assert ledger is not None
+    assert (ledger.store, ledger.last("n")) == (master.identity, DeltaId("n", session(1), 1))
     assert again.values == each_once(2)

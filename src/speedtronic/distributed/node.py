@@ -9,8 +9,8 @@ In copies of the trained parameters, a node holds: its base; one per delta that 
 most `MAX_PENDING` of them; a snapshot from a boundary to its commit, when it becomes the base; the base before, as
 memory for the next snapshot, since a copy into fresh memory takes several times as long; a version (with buffers and
 frozen weights) from its download to its installation; the residual of a lossy codec. While a delta is spooled its bytes
-come on top; while one is uploaded they are read again from the disk. So without a master the peak is five copies, and
-six in the last boundary of a run.
+come on top; while one is uploaded they are read again from the disk. So without a master the peak is five copies, three
+between two boundaries, and six in the last boundary of a run.
 
 What a lossy codec still owes (the residual) is part of the commit of a delta. It has two files in turn, and is written
 before the spool that names it: a crash between the two leaves the file that the spool or the ledger before names.
@@ -720,6 +720,8 @@ class Node:
         """The snapshot becomes the base, and its delta is pending."""
         self._set_base(snapshot.values, own=snapshot.values)
         self._pending = (*self._pending, pending)
+        if len(self._pending) >= MAX_PENDING:
+            self._spare = None  # until a version comes there is no snapshot to fill it
         self._began = snapshot.position
         self._covered, self._last = snapshot.position, pending.id
 
@@ -873,7 +875,8 @@ class Node:
             pending = {pending.id for pending in self._pending}
             lost = frozenset(id for id in pending - earlier.outstanding if not manifest.has_processed(id))
             reached = {session: seq for session, seq in earlier.last_seq.items() if seq}
-            ends = [DeltaId(self.node, *end) for end in reached.items()] + ([] if committed is None else [committed])
+            # What the store has not, may still come, too late: the next session says that the one before ends here.
+            ends = [DeltaId(self.node, *end) for end in reached.items()]
             committed = max(ends, key=lambda end: (session_number(end.session), end.seq), default=None)
             adopted = {session: seq for session, seq in reached.items() if session not in sessions}
             if adopted:
