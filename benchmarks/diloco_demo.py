@@ -4,10 +4,13 @@
 
 A master averages. Each worker trains `--steps` steps on a part of the data of its own, on one thread; one of them is
 ended by SIGKILL on its way and started again a few seconds later. The table of `speedtronic diloco status` shows what
-happens meanwhile. Then one process trains alone on as many tokens as the three had together, in as many updates as each
-of them made, of three times the batch: what the three would be if they were one machine. (`--alone updates`: in three
-times as many updates of the same batch. One after another, these learn more from the same tokens, and cannot be shared
-out.) Both models are measured on text that neither has seen. Logs and weights stay in runs/diloco-demo.
+happens meanwhile.
+
+Then one process trains alone, twice. First as many steps as each of the three made, of the same batch: what one
+machine learns in the same time. Then on as many tokens as the three had together, in as many steps, of three times the
+batch: what the three would be if the network between them cost nothing. (`--alone updates`: in three times as many
+steps of the same batch. One after another, these learn more from the same tokens, and cannot be shared out.) All models
+are measured on text that none has seen. Logs and weights stay in runs/diloco-demo.
 """
 
 from __future__ import annotations
@@ -184,20 +187,20 @@ def take_in_the_last_deltas() -> None:
     show_table()
 
 
-def train_alone(*options: str) -> float:
-    """Returns the seconds it took."""
-    began = time.monotonic()
-    unseen = [f"run.output_dir={FOLDER / 'alone'}", "eval.every_steps=null", "eval.at_end=false"]
-    process = start("alone", "train", str(ALONE), *unseen, *options)
-    with ended_at_last({"alone": process}):
+def train_alone(name: str, updates: int, batch: int) -> float:
+    """Returns the held-out loss."""
+    unseen = [f"run.output_dir={FOLDER / name}", "eval.every_steps=null", "eval.at_end=false"]
+    options = [f"run.max_steps={updates}", f"data.target_batch_size={batch}"]
+    process = start(name, "train", str(ALONE), *unseen, *options)
+    with ended_at_last({name: process}):
         while process.poll() is None:
             try:
                 process.wait(SHOW_EVERY)
             except subprocess.TimeoutExpired:
-                say(f"    alone is at step {step_of('alone')}")
+                say(f"    alone is at step {step_of(name)}")
         if process.returncode != 0:
-            raise SystemExit(f"the training has failed; see {FOLDER / 'alone.log'}")
-    return time.monotonic() - began
+            raise SystemExit(f"the training has failed; see {FOLDER / name}.log")
+    return held_out_loss(FOLDER / name)
 
 
 # ---------------------------------------------------------------------- the comparison
@@ -253,20 +256,19 @@ def main() -> None:
     weights = FOLDER / "together.safetensors"
     subprocess.run(command("diloco", "pull", str(STORE), "--out", str(weights)), check=True)
 
-    updates, batch = steps, load_config(ALONE).data.target_batch_size
-    if args.alone == "batch":
-        batch *= len(WORKERS)
-    else:
-        updates *= len(WORKERS)
-    say(f"\nNow one process alone takes {updates} steps of {batch} samples: as many tokens as the three had together.")
-    alone = train_alone(f"run.max_steps={updates}", f"data.target_batch_size={batch}")
+    batch = load_config(ALONE).data.target_batch_size
+    say(f"\nNow one process alone takes {steps} steps of {batch} samples, as each of the three did.")
+    same_time = train_alone("alone", steps, batch)
+    updates, larger = (steps, batch * len(WORKERS)) if args.alone == "batch" else (steps * len(WORKERS), batch)
+    say(f"Now one process alone takes {updates} steps of {larger} samples: as many tokens as the three had together.")
+    same_tokens = train_alone("alone-all-tokens", updates, larger)
 
-    losses = held_out_loss(weights), held_out_loss(FOLDER / "alone")
+    three = held_out_loss(weights)
     made = f"{status()['version']} versions from {sum(count(name, 'delta_uploaded') for name in WORKERS)} deltas"
     say("\nheld-out loss, in nats per byte:")
-    say(f"    three processes    {losses[0]:.4f}   in {together:.0f} s, {made}")
-    say(f"    one process alone  {losses[1]:.4f}   in {alone:.0f} s")
-    say(f"    the difference is {100 * (losses[0] / losses[1] - 1):+.1f}%, with one of the three killed on its way")
+    say(f"    one process, the same steps       {same_time:.4f}")
+    say(f"    three processes                   {three:.4f}   {made} in {together:.0f} s; one was killed on its way")
+    say(f"    one process, all of their tokens  {same_tokens:.4f}")
 
 
 if __name__ == "__main__":

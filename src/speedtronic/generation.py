@@ -6,7 +6,8 @@ Legend: `B` batch, `T` sequence, `V` vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
+from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.checkpoint.manifest import MANIFEST, read_manifest
 from speedtronic.checkpoint.snapshot import read_state
-from speedtronic.config import load_config
+from speedtronic.config import SpeedtronicConfig, load_config
+from speedtronic.data.build import open_tokenizer
 from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer
 from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.durable.files import FileSystem
@@ -145,13 +148,13 @@ class TextGenerator:
         model: in evaluation mode, on its device.
         tokenizer: the tokenizer that the model was trained with.
         context_length: longest sequence that it was trained on, in tokens.
-        step: the global step of the weights.
+        step: the global step of the weights; None if their file does not say.
     """
 
     model: nn.Module
     tokenizer: Tokenizer
     context_length: int
-    step: int
+    step: int | None
 
     def stream(
         self,
@@ -240,12 +243,50 @@ def load_generator(
         model.load_state_dict({**state["model"], **(state.get("ema") or {})})
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint's weights do not fit its model: {error}") from error
+    return _generator(model, tokenizer, config, state["step"], device)
+
+
+def generator_from_weights(
+    config: SpeedtronicConfig,
+    weights: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    warn: Callable[[str], None] = warnings.warn,
+) -> TextGenerator:
+    """Put weights that have nothing else with them into the model of a configuration, ready to generate.
+
+    Args:
+        config: names the model, which must be registered already, and the data, whose tokenizer is opened.
+        weights: a safetensors file, as `speedtronic diloco pull` and `checkpoints export` write one.
+        device: where the model goes.
+        warn: told what did not fit if `run.init_strict` is false.
+
+    Raises:
+        CheckpointError: there is no such file, or its weights do not fit the model.
+        ConfigError: the model cannot be built.
+        DataError: the tokenizer cannot be read from the data.
+        InputError: the data has no text.
+    """
+    tokenizer = open_tokenizer(config.data)
+    if tokenizer is None:
+        raise InputError(
+            "weights alone do not say which text their token ids mean, and the configuration does not either; set "
+            "data.shards or data.text_path, with data.tokenizer, to what they were trained on"
+        )
+    model = build_model(config)
+    load_initial_weights(model, weights, strict=config.run.init_strict, warn=warn)
+    return _generator(model, tokenizer, config, None, device)
+
+
+def _generator(
+    model: nn.Module, tokenizer: Tokenizer, config: SpeedtronicConfig, step: int | None, device: str | torch.device
+) -> TextGenerator:
     longest = config.model.max_seq_len
     return TextGenerator(
         model=model.to(device).eval(),
         tokenizer=tokenizer,
         context_length=min(longest, config.data.block_size or longest),
-        step=state["step"],
+        step=step,
     )
 
 

@@ -347,6 +347,20 @@ def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.M
     return model
 
 
+def build_evaluator_on_cpu(config: SpeedtronicConfig, logger: MetricLogger) -> HeldOutLoss | None:
+    """Build what evaluates a model on the CPU, and nothing else of a run; None if nothing is held out.
+
+    Raises:
+        ConfigError, DataError, MissingExtraError: as `build_data`; or `eval.every_steps` has nothing to evaluate on.
+    """
+    device = torch.device("cpu")
+    precision = resolve_precision(config.precision, device)
+    evaluator = _build_evaluator(build_data(config, pin_memory=False), config, device, precision, logger)
+    if evaluator is not None:
+        evaluator.loss_fn = loss_by_name(config.loss)
+    return evaluator
+
+
 def _initialize_lazy_modules(
     model: nn.Module,
     loader: Loader,

@@ -1,160 +1,20 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.cli import main
 from speedtronic.config import load_config
-from speedtronic.distributed.status import store_status
-from speedtronic.distributed.stores import Listing, MemoryStore, open_store
+from speedtronic.config.run_folder import save_run
+from speedtronic.distributed.records import seconds_of
+from speedtronic.distributed.stores import MemoryStore, open_store
 from speedtronic.errors import StoreUnavailableError
-from speedtronic.model.transformer import build_reference_transformer
-from tests.support.published import MARK, publish, publish_two_versions, weights_of
-
-# ---------------------------------------------------------------------- master
-
-
-MODEL = "{vocab_size: 16, max_seq_len: 8, n_layer: 1, n_head: 2, d_model: 8}"
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration whose store is the folder `store` beside it."""
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "config.yaml"
-    distributed = f"{{enabled: true, role: worker, repo_id: 'dir://{tmp_path}/store', poll_interval: 0.05}}"
-    file.write_text(f"model: {MODEL}\ndistributed: {distributed}\n", encoding="utf-8")
-    return file
-
-
-@contextmanager
-def signalled_once(log: Path, word: str, number: signal.Signals) -> Iterator[None]:
-    """Send this process a signal as soon as a word is in a log, or much later."""
-
-    def watch() -> None:
-        until = time.monotonic() + 30
-        while not (log.exists() and word in log.read_text(encoding="utf-8")) and time.monotonic() < until:
-            time.sleep(0.01)
-        os.kill(os.getpid(), number)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-def run(config: Path, *words: str, number: signal.Signals = signal.SIGTERM) -> int:
-    """Let a master run until it has said that it is ready, and end it."""
-    log = config.parent / "metrics.jsonl"
-    log.unlink(missing_ok=True)
-    with signalled_once(log, "averaging", number):
-        return main(["diloco", "master", str(config), "run.output_dir=.", "logging.json_file=metrics.jsonl", *words])
-
-
-def model_of(config: Path) -> torch.nn.Module:
-    return build_reference_transformer(load_config(config).model)
-
-
-def test_a_master_makes_the_initial_weights_version_0(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(config, "run.seed=7") == 128 + signal.SIGTERM
-
-    assert store_status(open_store(f"dir://{config.parent}/store")).version == 0
-    assert main(["diloco", "pull", "store"]) == 0
-    pulled = model_of(config)
-    load_initial_weights(pulled, "model.safetensors")
-    torch.manual_seed(7)
-    expected = model_of(config).state_dict()
-    for name, value in pulled.state_dict().items():
-        assert torch.equal(value, expected[name]), name
-
-
-def test_it_says_which_store_and_which_version(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(config)
-
-    said = capsys.readouterr().out
-    assert f"at version 0, averaging what the nodes put into dir://{config.parent}/store" in said
-    assert "ended by SIGTERM at version 0" in said
-
-
-def test_ctrl_c_ends_it_too(config: Path) -> None:
-    assert run(config, number=signal.SIGINT) == 128 + signal.SIGINT
-
-
-def test_a_master_goes_on_with_what_is_in_the_store(config: Path) -> None:
-    run(config, "run.seed=1")
-    first = (config.parent / "store/head/00000000.json").read_bytes()
-
-    run(config, "run.seed=2")
-
-    assert (config.parent / "store/head/00000000.json").read_bytes() == first
-    assert [path.name for path in (config.parent / "store/head").iterdir()] == ["00000000.json"]
-
-
-def refused_master(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert main(["diloco", "master", *map(str, words)]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ")
-    return said.err
-
-
-def test_a_store_of_another_model_is_refused_at_the_start(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(config)
-    capsys.readouterr()
-
-    assert "another model" in refused_master(capsys, config, "model.d_model=16")
-
-
-def test_a_configuration_without_a_store_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(f"model: {MODEL}\n", encoding="utf-8")
-
-    assert "distributed.repo_id: needed" in refused_master(capsys, file)
-
-
-@pytest.mark.parametrize("enabled", ["true", "false"])
-def test_what_this_version_cannot_do_is_refused(config: Path, enabled: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"distributed.enabled={enabled}", "distributed.codec=int4"]
-    assert "distributed.codec" in refused_master(capsys, config, *words)
-    assert not (config.parent / "store").exists()
-
-
-def test_a_folder_in_which_another_run_logs_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["logging.json_file=metrics.jsonl", "run.output_dir=out"]
-    (config.parent / "out").mkdir()
-    code = (
-        "import fcntl, sys\nfile = open('out/.lock', 'w')\nfcntl.lockf(file, fcntl.LOCK_EX)\n"
-        "print('held', flush=True)\nsys.stdin.read()"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        assert "out is in use by another process" in refused_master(capsys, config, *words)
-        holder.kill()
-
-
-def test_its_words_are_in_its_log_and_the_folder_is_free_afterwards(config: Path) -> None:
-    run(config)
-
-    assert "ended by SIGTERM" in (config.parent / "metrics.jsonl").read_text(encoding="utf-8")
-    assert (config.parent / ".lock").read_bytes() == b""
-
+from tests.support.published import MARK, STORE, TIME, publish, publish_two_versions, weights_of
 
 # ---------------------------------------------------------------------- status
 
@@ -165,8 +25,16 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "store"
     store = open_store(f"dir://{folder}")
     publish_two_versions(store)
-    store.put_if_absent("in/b/s/00000004.safetensors", bytes(1500))
+    store.put_if_absent("in/b/00000001-0000aaaa/00000004.safetensors", bytes(1500))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of `status`: half a minute after the newest version of `folder`."""
+    seconds = [seconds_of(TIME) + 30.0]
+    monkeypatch.setattr("speedtronic.cli.diloco._now", lambda: seconds[0])
+    return seconds
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -185,21 +53,54 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def test_the_table_has_a_line_for_each_node(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary, headings, of_a, of_b = told(capsys, f"dir://{folder}").splitlines()
+    summary, master, headings, of_a, of_b, *_ = told(capsys, f"dir://{folder}").splitlines()
 
-    assert "version 2" in summary
-    assert "1 waiting (1.5 kB)" in summary
+    assert "version 2 (1.5 rounds), 30s old" in summary
+    assert "1 delta waits (1.5 kB)" in master
     assert headings.split("  ")[0] == "NODE"
-    assert [word.strip() for word in of_a.split("  ") if word][2:] == [
-        "75",
-        "154k",
-        "0.5",
-        "3.0 kB",
-        "0",
-        "1: stale",
-        "1",
-    ]
-    assert [word.strip() for word in of_b.split("  ") if word][2:] == ["75", "154k", "0", "4.5 kB", "1", "0", "1"]
+    cells = [[word.strip() for word in line.split("  ") if word] for line in (of_a, of_b)]
+    assert cells[0] == ["a", "running", "1m ago", "75", "154k", "0.5", "3.0 kB", "0", "1: stale"]
+    assert cells[1] == ["b", "running", "1m ago", "75", "154k", "0", "4.5 kB", "1", "0"]
+
+
+@pytest.mark.parametrize(("silent", "state"), [(30, "running"), (400, "late"), (700, "gone")])
+def test_who_has_been_silent_for_long_is_late_and_then_gone(
+    folder: Path, now: list[float], silent: int, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now[0] = seconds_of(TIME) + float(silent)
+
+    _, master, _, of_a, *_ = told(capsys, folder).splitlines()
+
+    assert master.startswith(f"master: {state}: 1 delta waits (1.5 kB), and the newest version is ")
+    assert ("`speedtronic diloco master CONFIG` starts another" in master) == (state != "running")
+    assert of_a.split()[1] == state
+
+
+def test_a_master_for_whom_nothing_waits_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    publish_two_versions(open_store(f"dir://{tmp_path}"))
+
+    assert told(capsys, tmp_path).splitlines()[1].startswith("master: unknown: nothing waits for it")
+
+
+def test_before_a_second_version_nobody_knows_how_long_one_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(f"dir://{tmp_path}")
+    publish(store)
+    store.put_if_absent("in/b/00000001-0000aaaa/00000001.safetensors", bytes(9))
+
+    _, master, _, of_b, *_ = told(capsys, tmp_path).splitlines()
+    assert master == "master: unknown: 1 delta waits (9 B), and how long a version takes is not known yet"
+    assert of_b.split() == ["b", "unknown", "-", "0", "0", "-", "9", "B", "1", "0"]
+
+
+def test_the_words_of_the_screen_are_explained_below_the_table(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    below = told(capsys, folder).split("\n\n", 1)[1]
+
+    for word in ("STATE", "SEEN", "STEP, TOKENS", "ROUNDS BEHIND", "WAITING", "fraction", "staleness", "late", "gone"):
+        assert word in below
 
 
 def test_the_table_is_framed_on_a_terminal(
@@ -212,26 +113,19 @@ def test_the_table_is_framed_on_a_terminal(
 
 
 def test_ages_are_those_of_the_version_and_of_the_nodes_last_delta(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, now: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = datetime.now(UTC) - timedelta(hours=3, minutes=10)
     store = open_store(f"dir://{tmp_path}")
-    publish(store, publish(store), marks={"a/s": MARK.model_copy(update={"time": seen.isoformat()})})
+    publish(store, publish(store), nodes={"a": MARK.model_copy(update={"time": int(now[0]) - 3 * 3600 - 600})})
 
-    assert told(capsys, tmp_path).splitlines()[2].split()[:3] == ["a", "3h", "ago"]
-
-
-@pytest.mark.parametrize("time", ["yesterday", "\x1b[31m"])
-def test_a_time_that_is_none_is_a_question_mark(tmp_path: Path, time: str, capsys: pytest.CaptureFixture[str]) -> None:
-    store = open_store(f"dir://{tmp_path}")
-    publish(store, publish(store), marks={"a/s": MARK.model_copy(update={"time": time})})
-
-    assert "a     ? ago" in told(capsys, tmp_path)
+    summary, _, _, of_a, *_ = told(capsys, tmp_path).splitlines()
+    assert "30s old" in summary
+    assert of_a.split()[:4] == ["a", "gone", "3h", "ago"]
 
 
 def test_a_reason_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(f"dir://{tmp_path}")
-    publish(store, publish(store), marks={"a/s": MARK.model_copy(update={"reason": "bad\x1b[2J"})})
+    publish(store, publish(store), nodes={"a": MARK.model_copy(update={"reason": "bad\x1b[2J"})})
 
     assert "1: bad\ufffd[2J" in told(capsys, tmp_path)
 
@@ -239,9 +133,10 @@ def test_a_reason_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.Captu
 def test_a_store_in_which_no_node_was_yet_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     publish(open_store(f"dir://{tmp_path}"))
 
-    (line,) = told(capsys, tmp_path).splitlines()
+    summary, master = told(capsys, tmp_path).splitlines()
 
-    assert line.endswith("nothing waiting")
+    assert "version 0" in summary
+    assert master.startswith("master: unknown")
 
 
 def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,18 +148,20 @@ def test_json_is_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         1,
         1500,
     )
+    assert (status["master"], status["age"], status["id"]) == ("running", 30.0, STORE)
     of_a, of_b = status["nodes"]
     assert (of_a["name"], of_b["name"]) == ("a", "b")
-    (session,) = of_a["sessions"]
-    assert (session["seq"], session["rounds_behind"], session["reason"]) == (3, 0.5, "stale")
-    assert of_b["sessions"][0]["outstanding"] == 1
+    assert (of_a["health"], of_a["rounds_behind"], of_a["reason"]) == ("running", 0.5, "stale")
+    (session,) = of_b["sessions"]
+    assert (session["seq"], session["outstanding"]) == (3, 1)
 
 
 def test_the_help_describes_every_field(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status: dict[str, Any] = json.loads(told(capsys, f"dir://{folder}", "--json"))
     text = told(capsys, "--help")
 
-    assert not [field for field in (*status, *status["nodes"][0]["sessions"][0]) if field not in text]
+    fields = (*status, *status["nodes"][0], *status["nodes"][0]["sessions"][0])
+    assert not [field for field in fields if field not in text]
 
 
 def test_a_folder_and_the_yaml_of_a_run_name_the_store_too(
@@ -274,6 +171,43 @@ def test_a_folder_and_the_yaml_of_a_run_name_the_store_too(
     config.write_text(f"distributed: {{enabled: true, repo_id: 'dir://{folder}'}}\n", encoding="utf-8")
 
     assert len({told(capsys, store, "--json") for store in (f"dir://{folder}", folder, config)}) == 1
+
+
+def test_the_folder_of_a_run_stands_for_its_yaml(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    save_run(run, load_config({"distributed": {"enabled": True, "repo_id": f"dir://{folder}"}}), "id", [])
+
+    assert told(capsys, run, "--json") == told(capsys, folder, "--json")
+    assert main(["diloco", "pull", str(run), "--out", str(tmp_path / "pulled.safetensors")]) == 0
+    assert (tmp_path / "pulled.safetensors").read_bytes() == weights_of(2)
+
+
+def test_values_on_the_command_line_go_before_those_of_the_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("distributed: {repo_id: 'dir:///nowhere'}\n", encoding="utf-8")
+    here = f"distributed.repo_id=dir://{folder}"
+
+    assert told(capsys, config, here, "--json") == told(capsys, folder, "--json")
+    assert main(["diloco", "pull", str(config), "--out", str(tmp_path / "pulled.safetensors"), here]) == 0
+    capsys.readouterr()
+    assert f"{here}: goes with the YAML or the folder of a run" in refused(capsys, folder, here)
+    assert f"{here}: goes with the YAML or the folder of a run" in refused(capsys, f"dir://{folder}", here)
+    assert "no store is named" in refused(capsys, here)
+
+
+def test_the_folder_of_a_run_asks_for_the_secrets_that_it_lacks(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    options = {"key": "who", "secret": "hush"}
+    section = {"enabled": True, "repo_id": "s3://bucket/prefix", "store_options": options}
+    save_run(run, load_config({"distributed": section}), "id", [])
+
+    assert "the folder of a run keeps no secrets" in refused(capsys, run)
 
 
 def test_a_yaml_without_a_store_is_an_error_that_names_the_key(
@@ -328,7 +262,7 @@ def test_a_store_that_does_not_answer_is_one_line_and_a_failure(
     class Down(MemoryStore):
         asked = 0
 
-        def list_after(self, *asked: object, **options: object) -> Listing:
+        def get(self, *asked: object, **options: object) -> bytes:
             Down.asked += 1
             raise StoreUnavailableError("memory://down: it does not answer")
 

@@ -14,8 +14,12 @@ from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import generate, main
 from speedtronic.cli.output import prepare
 from speedtronic.config import SpeedtronicConfig, load_config
+from speedtronic.config.run_folder import save_run
 from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
-from speedtronic.generation import load_generator
+from speedtronic.distributed.outer import MasterOuterLoop
+from speedtronic.distributed.schema import Schema, snapshot
+from speedtronic.distributed.stores import open_store
+from speedtronic.generation import TextGenerator, load_generator
 from speedtronic.registry import build_model, registry
 from speedtronic.runtime import import_plugins
 
@@ -242,7 +246,71 @@ def test_a_file_that_is_no_configuration_is_answered_with_what_to_name(
     for command in (["generate"], ["checkpoints", "list"]):
         assert main([*command, str(file)]) == 2
         first = capsys.readouterr().err.splitlines()[0]
-        assert first == f"error: {file}: not a configuration; name the folder of a run or its YAML"
+        if file.suffix == ".safetensors" and command == ["generate"]:
+            assert first.endswith(f"does not say what model they are of; add it: CONFIG --weights {file}")
+        else:
+            assert first == f"error: {file}: not a configuration; name the folder of a run or its YAML"
+
+
+# ---------------------------------------------------------------------- weights alone
+
+
+@pytest.fixture
+def pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A YAML whose run never trained here, beside `pulled.safetensors`: weights that a master has published."""
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run.yaml"
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    config.write_text(json.dumps({"model": MODEL, "data": {"text_path": "text.txt", "tokenizer": "chars"}}))
+    torch.manual_seed(3)
+    model = build_model(load_config(config))
+    MasterOuterLoop(open_store(f"dir://{tmp_path}/store"), snapshot(model), schema=Schema.of(model)).sync_once()
+    assert main(["diloco", "pull", "store", "--out", "pulled.safetensors"]) == 0
+    capsys.readouterr()
+    return config
+
+
+def test_pulled_weights_write_what_the_model_with_them_writes(capsys: pytest.CaptureFixture[str], pulled: Path) -> None:
+    out = output(capsys, pulled, "--weights", "pulled.safetensors", "--prompt", "to be", "--seed", 1)
+
+    config = load_config(pulled)
+    torch.manual_seed(3)
+    model, tokenizer = build_model(config), CorpusCharTokenizer(TEXT)
+    text = TextGenerator(model.eval(), tokenizer, MODEL["max_seq_len"], None).stream("to be", seed=1)
+    assert out == "to be" + "".join(text) + "\n"
+
+
+def test_the_folder_of_a_run_names_the_model_of_weights_too(
+    capsys: pytest.CaptureFixture[str], pulled: Path, tmp_path: Path
+) -> None:
+    save_run(tmp_path / "run", load_config(pulled), "id", [])
+    words = ("--weights", "pulled.safetensors", "--seed", 1)
+    assert output(capsys, tmp_path / "run", *words) == output(capsys, pulled, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--weights", "gone.safetensors"], "gone.safetensors: no such file"),
+        (["--weights", "text.txt"], "text.txt"),
+        (["--weights", "pulled.safetensors", "model.d_model=16"], "these weights are not those of this model"),
+        (["--weights", "pulled.safetensors", "data.text_path=gone.txt"], "gone.txt"),
+        (
+            ["--weights", "pulled.safetensors", "data.text_path=null", "data.tokenizer=bytes"],
+            "set data.shards or data.text_path",
+        ),
+        (["--weights", "pulled.safetensors", "model.vocab_size=4"], "set model.vocab_size to"),
+        (["--weights", "pulled.safetensors", "--best"], "--best: chooses among the checkpoints"),
+    ],
+)
+def test_what_is_missing_beside_weights_is_named(
+    capsys: pytest.CaptureFixture[str], pulled: Path, words: list[str], message: str
+) -> None:
+    assert main(["generate", str(pulled), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
 
 
 class Terminal(io.StringIO):

@@ -239,6 +239,40 @@ def test_messages_go_to_the_log_by_default(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
+def test_what_is_published_is_a_version_with_a_copy_of_its_weights() -> None:
+    store = MemoryStore()
+    loop = loop_over(store)
+    assert (loop.newest, loop.published()) == (None, None)
+    loop.sync_once()
+    first = loop.published()
+    send(store, "a", 1, [1.0, 1.0, 1.0])
+
+    assert loop.sync_once() == 1
+
+    second = loop.published()
+    assert first is not None
+    assert second is not None
+    assert [head.version for head, _ in (first, second)] == [0, 1]
+    assert second[0] == loop.newest == head_of(store)
+    assert torch.equal(first[1]["weight"], INITIAL["weight"])
+    assert torch.equal(second[1]["weight"], weights_of(store, head_of(store))["weight"])
+
+
+def test_what_is_published_is_not_given_during_a_look() -> None:
+    given = []
+
+    class Asking(MemoryStore):
+        def list_after(self, *asked: Any, **options: Any) -> Any:
+            given.append(loop.published())
+            return super().list_after(*asked, **options)
+
+    loop = loop_over(Asking())
+    loop.sync_once()
+    loop.sync_once()
+    assert given
+    assert set(given) == {None}
+
+
 # --- Memory
 
 

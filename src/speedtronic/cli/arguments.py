@@ -87,15 +87,15 @@ def _key_of(option: str) -> str | None:
     return COMMON_NAMES.get(name) or (named_so[0] if len(named_so) == 1 else None)
 
 
-def split_words(words: Sequence[str], what: str) -> tuple[Path, list[str]]:
-    """The path that words begin with, and the `section.key=value` behind it.
+def split_words(words: Sequence[str], what: str) -> tuple[str, list[str]]:
+    """The path or address that words begin with, and the `section.key=value` behind it.
 
     Raises:
-        ConfigError: they begin with no path; the message asks for `what`.
+        ConfigError: they begin with none; the message asks for `what`.
     """
     if not words or _OVERRIDE.match(words[0]):
         raise ConfigError(f"no {what} is named; write its path behind the command")
-    return Path(words[0]), list(words[1:])
+    return words[0], list(words[1:])
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,10 +123,10 @@ def load_from_arguments(args: argparse.Namespace, extra: Sequence[str] = ()) -> 
         ConfigError: no file is named, or the configuration is wrong.
     """
     if args.config is not None:
-        file, overrides = Path(args.config), args.words
+        file, overrides = args.config, args.words
     else:
         file, overrides = split_words(args.words, "configuration file")
-    return load_run(file, [*overrides, *extra])
+    return load_run(Path(file), [*overrides, *extra])
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,8 @@ def find_checkpoints(args: argparse.Namespace) -> FoundCheckpoints:
     from speedtronic.config import load_config
     from speedtronic.config.run_folder import config_in
 
-    source, overrides = split_words(args.words, "run")
+    named, overrides = split_words(args.words, "run")
+    source = Path(named)
     if not source.is_dir() or config_in(source) is not None:
         run = load_config_of_run(source, overrides)
         return FoundCheckpoints(

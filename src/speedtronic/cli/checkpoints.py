@@ -77,7 +77,7 @@ def _find(args: argparse.Namespace) -> _Found:
 
     named, _ = split_words(args.words, "run")
     try:
-        _refuse_what_is_no_run(named)
+        _refuse_what_is_no_run(Path(named))
         path = find_checkpoints(args).path
         path = path if path.name not in ("", "..") else path.resolve()
         if path.is_dir() and (_CHECKPOINT_NAME.match(path.name) or (path / "manifest.json").is_file()):

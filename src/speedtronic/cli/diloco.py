@@ -4,128 +4,100 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedtronic.cli import output
-from speedtronic.cli.arguments import add_config_arguments, load_config_of_run, load_from_arguments
+from speedtronic.cli.arguments import load_config_of_run, split_words
+from speedtronic.cli.diloco_master import add_master_parser
 from speedtronic.cli.output import printable
 from speedtronic.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speedtronic.distributed.status import NodeStatus
+    from speedtronic.distributed.status import NodeStatus, StoreStatus
     from speedtronic.distributed.stores import Store
 
-_SIGNAL_INTERVAL = 0.2  # seconds between two looks for a signal
-_STOP_TIMEOUT = 10.0  # seconds that a running request gets to end
 # A person waits for the answer: a store that does not give it within some seconds is down.
 _RETRIES: Mapping[str, Any] = {"initial": 0.5, "maximum": 4.0, "attempts": 4}
 
 _FIELDS = """\
 fields of the JSON object:
   url                the store, without secrets
+  id                 its identity; null while it is of an older protocol
+  protocol           of its newest version
   version            of the global weights: how many outer steps there were
-  time               when that version was made (UTC)
+  time, age          when that version was made (UTC), and how many seconds ago
+  pace               seconds between the last versions; null while there is only one
+  master             running, late, gone or unknown: see below
   rounds             how many rounds the versions add up to
   weights_bytes      size of the weights
   outstanding        deltas that wait for the master
   outstanding_bytes  their size
-  nodes              an array; each has a name and its sessions, one for each start of the node, the newest last
+  unknown_sessions   starts of nodes of which only deltas that wait are known
+  nodes              an array, by name
+
+fields of a node:
+  name, health       its name; running, late, gone or unknown
+  seen, silent       when a version last dealt with a delta of it (seconds since 1970), and how many seconds ago
+  version            the version in which a delta of it entered last
+  versions_behind, rounds_behind  versions and rounds since then; null when there was none
+  steps, seconds     optimizer steps of that delta, and how long they took
+  tokens_per_step    tokens of one of them
+  step               optimizer steps of the node that the versions contain, over all its starts
+  samples, tokens    what the node had trained on by then, counted alike
+  bytes              size of all its deltas so far, with those that wait
+  rejected, reason   how many were refused, and why the last one was, or null
+  outstanding, outstanding_bytes  those that wait for the master
+  sessions           an array: the starts of the node of which deltas may still come, the newest last
 
 fields of a session:
   session            its name
+  known              whether a version knows it
   seq                its last delta that a version has dealt with; 0 when none
-  step               optimizer steps of the node that the versions contain, of its earlier sessions too
-  samples, tokens    what the node had trained on by then, counted alike
-  seen, version      when the master last dealt with one of its deltas (UTC), and in which version; null when never
-  versions_behind    versions since then
-  rounds_behind      rounds since then
-  bytes              size of all its deltas so far
-  rejected, reason   how many were refused, and why the last one was, or null
-  outstanding, outstanding_bytes  those that wait for the master
+  last               the last delta that it has sent; null until the next start of the node says so
+  step, samples, tokens           as for a node
+  outstanding, outstanding_bytes  as for a node
 """
-_HEADINGS = ("NODE", "SEEN", "STEP", "TOKENS", "ROUNDS BEHIND", "SENT", "WAITING", "REJECTED", "STARTS")
+_HEADINGS = ("NODE", "STATE", "SEEN", "STEP", "TOKENS", "ROUNDS BEHIND", "SENT", "WAITING", "REJECTED")
+_WORDS = """
+STATE          How long no version has had a delta of the node, compared with how long it takes to make one (at least
+               a minute). running: up to 3 times as long; late: up to 10 times; gone: longer. A node that has ended is
+               gone after a while; one without a delta in a version is unknown. Clocks: this machine's and the master's.
+SEEN           how long ago that was
+STEP, TOKENS   how much of the node's training the versions contain
+ROUNDS BEHIND  Rounds since its last delta entered. A round is one delta of every node. A version that has a part of
+               that counts as this part, its fraction. The age of a delta in rounds, when it enters, is its staleness.
+WAITING        deltas that are in the store and in no version yet
+"""
+_MASTER_STATES = """\
+The master is seen by its work alone. While deltas wait, it is running, late or gone by the age of the newest version,
+compared with how long a version usually takes (3 and 10 times, as for nodes). While nothing waits, it is unknown.
+"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("diloco", help="average the weights of many nodes, and see what they do")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    _add_master(actions)
+    add_master_parser(actions)
     _add_status(actions)
     _add_pull(actions)
-
-
-# ---------------------------------------------------------------------- master
-
-
-def _add_master(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = actions.add_parser(
-        "master",
-        help="average what the nodes send, and train nothing",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Publish the model's initial weights where the store has none, and from then on average what the\n"
-        "nodes send and publish it. It needs neither data nor an accelerator. All of its state is in the store: a\n"
-        "master that ended or was killed at any moment, on this machine or another, continues where it stopped.\n"
-        "Ctrl-C, SIGTERM or SIGHUP ends it.",
-        epilog="exit code: 128 + n ended by signal n, 1 the store does not answer at the start, 2 it cannot be used,\n"
-        "or holds another model, or bad use",
-    )
-    add_config_arguments(parser)
-    parser.set_defaults(run=run_master)
-
-
-def run_master(args: argparse.Namespace) -> int:
-    config, folder = load_from_arguments(args)
-    if config.distributed.repo_id is None:
-        raise ConfigError("distributed.repo_id: needed; name a store, such as dir:///path or s3://bucket/prefix")
-    config.distributed.enabled = True  # asked for by the command, so that what is not built is refused
-
-    # torch is imported only now: a mistake in the file is reported at once.
-    from speedtronic.checkpoint import RunLock
-    from speedtronic.config.checks import refuse_what_is_not_built
-    from speedtronic.distributed.coordinator import build_master, say_through
-    from speedtronic.distributed.stores.open import connect
-    from speedtronic.runtime import build_initial_model, build_logger, import_plugins
-    from speedtronic.trainer.signals import SignalWatch
-
-    refuse_what_is_not_built(config)
-    import_plugins(config.plugins, folder)
-    # Two masters of one store do each other no harm, but their log files would mingle.
-    writes_logs = config.logging.file is not None or config.logging.json_file is not None
-    lock = RunLock(Path(config.run.output_dir)) if writes_logs else nullcontext()
-    with lock, build_logger(config) as logger:
-        stopping = threading.Event()
-        store = connect(config.distributed, stopping=stopping)
-        model = build_initial_model(config, logger)
-        master = build_master(config.distributed, store, model, say_through(logger), stopping=stopping)
-        master.sync_once()  # a store that cannot be used, or holds another model, ends the command
-        with SignalWatch() as watch:
-            master.start()
-            logger.info(
-                f"at version {master.outer_step}, averaging what the nodes put into {store.url}; Ctrl-C ends it"
-            )
-            while watch.received is None:
-                time.sleep(_SIGNAL_INTERVAL)
-            master.stop(_STOP_TIMEOUT)
-        logger.info(f"ended by {watch.received.name} at version {master.outer_step}, which is in {store.url}")
-    return 128 + watch.received
 
 
 # ---------------------------------------------------------------------- the store to look at
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:
-    """Add `STORE [--option KEY=VALUE …]`, which `_opened_store` reads."""
+    """Add `STORE [section.key=value …] [--option KEY=VALUE …]`, which `_opened_store` reads."""
     parser.add_argument(
-        "store",
-        metavar="STORE",
-        help="its address (dir:///path, s3://bucket/prefix, …), its folder, or the YAML of a run that uses it",
+        "words",
+        nargs="*",
+        metavar="STORE [section.key=value ...]",
+        help="its address (dir:///path, s3://bucket/prefix, …) or its folder; or a run that uses it: the YAML or the "
+        "run's folder, and then values that go before its own",
     )
     parser.add_argument(
         "--option",
@@ -145,7 +117,7 @@ def _opened_store(args: argparse.Namespace) -> Iterator[Store]:
     """
     from speedtronic.distributed.stores import RetryingStore, open_store
 
-    url, configured = _address(args.store)
+    url, configured = _address(*split_words(args.words, "store"))
     options: dict[str, Any] = dict(configured)
     for word in args.option or []:
         key, equals, value = word.partition("=")
@@ -159,16 +131,30 @@ def _opened_store(args: argparse.Namespace) -> Iterator[Store]:
         store.close()
 
 
-def _address(word: str) -> tuple[str, Mapping[str, Any]]:
+def _address(word: str, overrides: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
     """The address and the options of the store that a word means."""
-    if "://" in word:
-        return word, {}
+    from speedtronic.config.run_folder import config_in
+
     path = Path(word)
-    if path.is_file():
-        section = load_config_of_run(path).config.distributed
+    is_address = "://" in word
+    if not is_address and (path.is_file() or (path.is_dir() and config_in(path) is not None)):
+        run = load_config_of_run(path, overrides)
+        section = run.config.distributed
         if section.repo_id is None:
             raise ConfigError(f"{word}: it names no store; set distributed.repo_id")
+        if hidden := [key for key in run.secrets if key.startswith("distributed.store_options.")]:
+            raise ConfigError(
+                f"{word}: the folder of a run keeps no secrets; give them again ({', '.join(hidden)}), or name the "
+                "configuration that the run was started with"
+            )
         return section.repo_id, section.store_options
+    if overrides:
+        raise ConfigError(
+            f"{overrides[0]}: goes with the YAML or the folder of a run, and {word} is neither; --option sets what a "
+            "store needs"
+        )
+    if is_address:
+        return word, {}
     if path.is_dir():
         return f"dir://{path.resolve()}", {}
     raise ConfigError(
@@ -183,17 +169,23 @@ def _address(word: str) -> tuple[str, Mapping[str, Any]]:
 def _add_status(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = actions.add_parser(
         "status",
-        help="show the version, the nodes and what waits",
+        help="show the version, the nodes, who seems to run, and what waits",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Show what a store holds: its version, and for each node when it was last heard of, how far it\n"
-        "is, how old its last delta is in rounds, what it sent, what was refused, and what waits for the master.\n"
-        "Neither weights nor deltas are downloaded.",
+        description="Show what a store holds: its version, whether a master seems to run, and for each node whether\n"
+        "it seems to run, how far it is, how old its last delta is in rounds, what it sent, what was refused, and\n"
+        "what waits for the master. Neither weights nor deltas are downloaded.",
         epilog="exit code: 0 done, 1 the store does not answer, 2 it cannot be used or has no version, or bad use\n\n"
-        + _FIELDS,
+        + _FIELDS
+        + _WORDS
+        + "\n"
+        + _MASTER_STATES,
     )
     _add_store(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(run=run_status)
+
+
+_now = time.time  # seconds since 1970
 
 
 def run_status(args: argparse.Namespace) -> int:
@@ -201,58 +193,58 @@ def run_status(args: argparse.Namespace) -> int:
     from speedtronic.metrics.lines import short_bytes
 
     with _opened_store(args) as store:
-        status = store_status(store)
+        status = store_status(store, now=_now())
     if args.json:  # see `_FIELDS`
         report = {
-            "url": status.url,
-            "version": status.version,
-            "time": status.time,
-            "rounds": status.rounds,
-            "weights_bytes": status.weights_bytes,
+            **asdict(status),
             "outstanding": status.outstanding,
             "outstanding_bytes": status.outstanding_bytes,
-            "nodes": [asdict(node) for node in status.nodes],
+            "unknown_sessions": status.unknown_sessions,
         }
         output.write(json.dumps(report, indent=2) + "\n")
         return 0
 
-    now = datetime.now(UTC)
-    waiting = f"{status.outstanding} waiting ({short_bytes(status.outstanding_bytes)})"
     output.write(
-        f"{status.url}: version {status.version}, {_since(status.time, now)} old, "
-        f"weights {short_bytes(status.weights_bytes)}, {waiting if status.outstanding else 'nothing waiting'}\n"
+        f"{status.url}: version {status.version} ({status.rounds:.4g} rounds), {output.age(status.age)} old, "
+        f"weights {short_bytes(status.weights_bytes)}\n"
+        f"master: {status.master}: {_told_by(status)}\n"
     )
     if status.nodes:
-        output.write_table(_HEADINGS, [_as_row(node, now) for node in status.nodes])
+        output.write_table(_HEADINGS, [_as_row(node) for node in status.nodes])
+        output.write(_WORDS)
     return 0
 
 
-def _as_row(node: NodeStatus, now: datetime) -> tuple[str, ...]:
+def _told_by(status: StoreStatus) -> str:
+    """How it is known whether the master runs."""
+    from speedtronic.metrics.lines import short_bytes
+
+    if not status.outstanding:
+        return "nothing waits for it, so it has nothing to show"
+    verb = "waits" if status.outstanding == 1 else "wait"
+    waiting = f"{output.counted(status.outstanding, 'delta')} {verb} ({short_bytes(status.outstanding_bytes)})"
+    if status.master == "unknown":
+        return f"{waiting}, and how long a version takes is not known yet"
+    told = f"{waiting}, and the newest version is {output.age(status.age)} old"
+    if status.pace is not None:
+        told += f"; the last ones took {output.age(status.pace)} each"
+    return told if status.master == "running" else f"{told}; `speedtronic diloco master CONFIG` starts another"
+
+
+def _as_row(node: NodeStatus) -> tuple[str, ...]:
     from speedtronic.metrics.lines import short_bytes, short_number
 
-    last = max(node.sessions, key=lambda session: session.version or 0)  # None and 0: no version knows it yet
-    rejected = str(sum(session.rejected for session in node.sessions))
-    reasons = [session.reason for session in node.sessions if session.reason is not None]
     return (
         node.name,
-        "-" if last.seen is None else f"{_since(last.seen, now)} ago",
-        str(max(session.step for session in node.sessions)),
-        short_number(max(session.tokens for session in node.sessions)),
-        "-" if last.rounds_behind is None else f"{last.rounds_behind:.3g}",
-        short_bytes(sum(session.bytes for session in node.sessions)),
-        str(sum(session.outstanding for session in node.sessions)),
-        f"{rejected}: {printable(reasons[-1])}" if reasons else rejected,
-        str(len(node.sessions)),
+        node.health,
+        "-" if node.silent is None else f"{output.age(node.silent)} ago",
+        str(node.step),
+        short_number(node.tokens),
+        "-" if node.rounds_behind is None else f"{round(node.rounds_behind, 2):g}",
+        short_bytes(node.bytes),
+        str(node.outstanding),
+        f"{node.rejected}: {printable(node.reason)}" if node.reason is not None else str(node.rejected),
     )
-
-
-def _since(time: str, now: datetime) -> str:
-    """How long ago a time is that a master wrote down, by this machine's clock."""
-    try:
-        then = datetime.fromisoformat(time)
-    except ValueError:
-        return "?"
-    return output.age((now - (then if then.tzinfo else then.replace(tzinfo=UTC))).total_seconds())
 
 
 # ---------------------------------------------------------------------- pull

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from speedtronic.cli import output
-from speedtronic.cli.arguments import add_run_arguments, find_checkpoints
+from speedtronic.cli.arguments import NamedRun, add_run_arguments, find_checkpoints, load_config_of_run, split_words
 from speedtronic.errors import ConfigError, DataError
 
 SAMPLE_SEPARATOR = "\n---\n"
@@ -19,9 +19,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="let a trained model continue a text",
         description="Continue a text with a trained model. The text appears as it is made, and ends after "
         "--max-tokens or where the model ends its document. Where the run kept an average of the weights "
-        "(optimizer.ema), the average writes.",
+        "(optimizer.ema), the average writes. With --weights, the run is a YAML or a run's folder that names the model "
+        "and the data, whose tokenizer is used; a run's checkpoints are not needed.",
     )
     add_run_arguments(parser, best=True)
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="take the weights from a .safetensors file, such as `speedtronic diloco pull` writes",
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt", default="", metavar="TEXT", help="the text to continue (default: start a new document)"
@@ -44,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    from speedtronic.generation import check_seed, load_generator
+    from speedtronic.generation import check_seed, generator_from_weights, load_generator
     from speedtronic.precision import resolve_device
     from speedtronic.runtime import import_plugins
 
@@ -55,13 +62,22 @@ def run(args: argparse.Namespace) -> int:
         check_seed(args.seed + args.num_samples - 1)
     prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
 
-    found, device = find_checkpoints(args), resolve_device(args.device)
+    if args.weights is None and args.words and args.words[0].endswith(".safetensors"):
+        file = args.words[0]
+        raise ConfigError(
+            f"{file}: a file of weights does not say what model they are of; add it: CONFIG --weights {file}"
+        )
+    device = resolve_device(args.device)
+    found = find_checkpoints(args) if args.weights is None else _find_model(args)
     if hidden := [key for key in found.secrets if key.startswith("model.extra.")]:
-        print(f"warning: the folder of a run keeps no secrets, so {', '.join(hidden)} is null", file=sys.stderr)
+        _warn(f"the folder of a run keeps no secrets, so {', '.join(hidden)} is null")
     import_plugins(found.config.plugins, found.folder)
-    generator = load_generator(
-        found.path, extra=found.config.model.extra, overrides=found.overrides, best=args.best, device=device
-    )
+    if isinstance(found, NamedRun):
+        generator = generator_from_weights(found.config, args.weights, device=device, warn=_warn)
+    else:
+        generator = load_generator(
+            found.path, extra=found.config.model.extra, overrides=found.overrides, best=args.best, device=device
+        )
 
     for sample in range(args.num_samples):
         if sample:
@@ -79,6 +95,20 @@ def run(args: argparse.Namespace) -> int:
             _write(piece)
         _write("\n")
     return 0
+
+
+def _find_model(args: argparse.Namespace) -> NamedRun:
+    """The run whose model `--weights` are for."""
+    if args.best:
+        raise ConfigError(
+            "--best: chooses among the checkpoints of a run, and --weights names the weights; leave it out"
+        )
+    source, overrides = split_words(args.words, "run")
+    return load_config_of_run(Path(source), overrides)
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _read_prompt(path: Path) -> str:

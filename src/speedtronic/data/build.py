@@ -15,6 +15,7 @@ from speedtronic.data.loading.collate import CollateForModel, collate_batch
 from speedtronic.data.loading.datasets import ShardDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
 from speedtronic.data.loading.iterable_loader import StreamLoader
 from speedtronic.data.loading.loader import Collate, TokenLoader
+from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import check_text_file, read_text
 from speedtronic.data.tokenizers.base import Tokenizer
 from speedtronic.data.tokenizers.chars import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer
@@ -146,6 +147,26 @@ def build_dataloader(
     )
 
 
+def open_tokenizer(data: DataConfig) -> Tokenizer | None:
+    """The tokenizer of the data that a section names, without its tokens; None where it has no text.
+
+    Raises:
+        DataError: what it is read from cannot be used: the shards, the tokenizer's file, or of `chars` the text itself.
+        MissingExtraError: the library that reads it is not installed.
+    """
+    if data.dataset is not None:
+        tokenizer, origin = None if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer), data.tokenizer
+    elif data.shards is not None:
+        tokenizer, origin = ShardSet(data.shards).tokenizer, data.shards
+    elif data.text_path is not None:
+        tokenizer, origin = _tokenizer_of_text(data, Path(data.text_path)), data.text_path
+    else:
+        return None
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, origin, _resolved(data.vocab_size, "vocab_size"))
+    return tokenizer
+
+
 def _collate(config: SpeedtronicConfig) -> Collate:
     """Batches for a built-in model are checked. Only other models know what they can take."""
     if config.model.name not in BUILT_IN_MODELS:
@@ -203,15 +224,8 @@ def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Sourc
         return _Source(dataset, tokenizer=dataset.shards.tokenizer)
     if data.text_path is not None:
         path = Path(data.text_path)
-        if tokenizer is not None:
-            pass
-        elif data.tokenizer == "bytes":
-            tokenizer = CharTokenizer(min(BYTE_VALUES, vocab_size))
-        elif data.tokenizer == "chars":
-            check_text_file(path)
-            tokenizer = CorpusCharTokenizer.from_texts(read_text(path))
-        else:
-            tokenizer = load_tokenizer(data.tokenizer)
+        if tokenizer is None:
+            tokenizer = _tokenizer_of_text(data, path)
         _check_vocabulary(tokenizer, str(path), vocab_size)
         return _Source(TextFileTokenDataset(path, block_size, tokenizer), tokenizer=tokenizer)
     if data.synthetic:
@@ -222,6 +236,16 @@ def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Sourc
         samples = data.num_tokens // block_size
         return _Source(SyntheticTokenDataset(samples, block_size, vocab_size, _resolved(data.seed, "seed")))
     raise ConfigError(NO_SOURCE)
+
+
+def _tokenizer_of_text(data: DataConfig, path: Path) -> Tokenizer:
+    """What `data.tokenizer` means for the text at a path."""
+    if data.tokenizer == "bytes":
+        return CharTokenizer(min(BYTE_VALUES, _resolved(data.vocab_size, "vocab_size")))
+    if data.tokenizer == "chars":
+        check_text_file(path)
+        return CorpusCharTokenizer.from_texts(read_text(path))
+    return load_tokenizer(data.tokenizer)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, origin: str, vocab_size: int) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from speedtronic.distributed.master import Master, MasterSettings, OuterOptimizer
+from speedtronic.distributed.protocol import Manifest
 from speedtronic.distributed.requests import EventSink, Procedure, T, perform
 from speedtronic.distributed.schema import Schema, Tensors, TensorSpec, check_same, exchanged_dtype, has_fractions
 from speedtronic.distributed.stores.base import Store
@@ -312,12 +313,17 @@ class MasterOuterLoop:
         self._stopping = stopping or threading.Event()
         self._thread: BackgroundThread | None = None
         self._busy = threading.Lock()  # held while weights and momentum may belong to no version
-        self._version: int | None = None
+        self._newest: Manifest | None = None
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The version that was made or read last; None before the first look."""
+        return self._newest
 
     @property
     def outer_step(self) -> int:
-        """The version that was made or read last; 0 before the first look."""
-        return self._version or 0
+        """The number of `newest`; 0 before the first look."""
+        return self._newest.version if self._newest is not None else 0
 
     def sync_once(self) -> int:
         """Look once for deltas, and make a version of them if a round is due; version 0 if there is none.
@@ -340,9 +346,19 @@ class MasterOuterLoop:
         must be read again.
         """
         with self._busy:
-            if self._version is not None and self._master.head is None:
+            if self._newest is not None and self._master.head is None:
                 self._perform(self._master.adopt())
             return {name: tensor.clone() for name, tensor in self._master.weights.items()}
+
+    def published(self) -> tuple[Manifest, Tensors] | None:
+        """A version and a copy of its weights, at once: None while a look is in progress, and where it must be read."""
+        if not self._busy.acquire(blocking=False):
+            return None
+        try:
+            head = self._master.head
+            return (head, {name: tensor.clone() for name, tensor in self._master.weights.items()}) if head else None
+        finally:
+            self._busy.release()
 
     def start(self) -> None:
         """Look again and again on a thread, until `stop`. Does nothing while the thread runs."""
@@ -379,8 +395,7 @@ class MasterOuterLoop:
         try:
             return perform(procedure, self._store)
         finally:
-            if self._master.head is not None:
-                self._version = self._master.head.version
+            self._newest = self._master.head or self._newest
 
 
 def _to_logging(event: str, payload: Mapping[str, Any]) -> None:

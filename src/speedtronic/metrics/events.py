@@ -59,7 +59,12 @@ EVENTS: Mapping[str, EventKind] = {
         "`fit` ends without an error",
         ("step", "samples", "tokens", "final_loss", "eval_loss", "duration_s"),
     ),
-    "eval": EventKind("an evaluation on held-out data", ("step", "loss"), ("targets", "batches", "duration_s")),
+    "eval": EventKind(
+        "an evaluation on held-out data. One of a DumbDiLoCo master is of the global weights: `version` is theirs, "
+        "`step` is that of the node that is furthest, and `best_version` had the lowest loss since the master started",
+        ("step", "loss"),
+        ("targets", "batches", "duration_s", "version", "best_version"),
+    ),
     "checkpoint": EventKind(
         "a checkpoint is durable, or its save failed (`path` is null)", ("step", "path"), ("error",)
     ),
