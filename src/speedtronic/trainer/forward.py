@@ -80,10 +80,9 @@ def batch_size_and_tokens(
 
 
 def _are_ids(counted: Tensor) -> bool:
-    """Whether a tensor without a name holds ids of tokens, and not features or pixels."""
-    if counted.dtype is torch.uint8:
-        return counted.ndim <= 2
-    return not (counted.is_floating_point() or counted.is_complex() or counted.dtype is torch.bool)
+    """Whether a tensor without a name holds ids of tokens (B, T), and not features, or pixels of any dtype."""
+    numbers = counted.is_floating_point() or counted.is_complex() or counted.dtype is torch.bool
+    return counted.ndim <= 2 and not numbers
 
 
 def _count_any(batch: Any, once: Callable[[str, str], None]) -> tuple[int, int]:
