@@ -67,7 +67,7 @@ class HeldOutLoss:
         """
         started = time.perf_counter()
         forward = Forward(
-            model, self._precision, loss_fn=self.loss_fn, warn=lambda message: self._once("loss", message)
+            model, self._precision, loss_fn=self.loss_fn, warn=lambda message: self._once(message, message)
         )
         # Summed losses and weights stay on the device until the end, so that no batch waits for the one before it.
         losses: list[Tensor] = []
@@ -85,6 +85,7 @@ class HeldOutLoss:
                 # The mean over no target is NaN, and 0 · NaN would be too.
                 losses.append(torch.where(weight > 0, loss * weight, 0.0))
                 weights.append(weight)
+        forward.settle()
         if should_stop():
             return None
         total = int(torch.stack(weights).sum()) if weights else 0

@@ -379,6 +379,8 @@ class Trainer:
             self._report(self._fit, self._fit.readback.drain())
 
     def _report(self, fit: Fit, arrived: list[Numbers]) -> None:
+        if arrived:
+            self._forward.settle()
         for numbers in arrived:
             if numbers.bad:
                 self._refuse(numbers.update.step, numbers.loss, numbers.grad_norm)
