@@ -50,7 +50,7 @@ class Updater:
         optimizer: applies the updates. Its `step` is looked up each time, so that it can be wrapped.
         scaler: scales losses under float16; disabled otherwise.
         config: how the loss is normalised, gradients are clipped, and updates that are not finite are treated.
-        logger: receives the event of an overflow.
+        logger: receives the event of an overflow, and is told of parameters that nothing trains.
     """
 
     def __init__(
@@ -79,6 +79,10 @@ class Updater:
         self._logger = logger
         self._scale = scaler.get_scale() if scaler.is_enabled() else 1.0
         self._overflows = 0
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._not_owned = [(name, p) for name, p in unwrapped(model).named_parameters() if id(p) not in owned]
+        self._named: set[str] = set()
+        self._clear()  # what was left from before
 
     def run(self, batches: Sequence[Any], step: int) -> Outcome:
         """Run the update that makes global step `step`.
@@ -89,6 +93,31 @@ class Updater:
         self.guard.keep_buffers()
         loss = self._backward(batches)
         return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients of the optimizer and of the model, and warn of parameters that nothing trains.
+
+        These have a gradient, and the optimizer does not have them: such as a layer that was frozen when the optimizer
+        was built, and no longer is. Each is named once.
+        """
+        untrained = [name for name in self._clear() if name not in self._named]
+        if untrained:
+            self._named.update(untrained)
+            more = f" and {len(untrained) - 4} more" if len(untrained) > 4 else ""
+            self._logger.warning(
+                f"not trained, although gradients are computed for them: {', '.join(untrained[:4])}{more}. The "
+                "optimizer does not have these parameters, as it has none that are frozen when it is built: build it "
+                "before they are frozen, or add them with optimizer.add_param_group; or freeze them, to save the work"
+            )
+
+    def _clear(self) -> list[str]:
+        """Clear all gradients, and return the names of the parameters that had one and are not the optimizer's."""
+        # What has been added to the optimizer since is cleared by it.
+        self._optimizer.zero_grad(set_to_none=True)
+        with_gradient = [(name, p) for name, p in self._not_owned if p.grad is not None]
+        for _, parameter in with_gradient:
+            parameter.grad = None
+        return [name for name, _ in with_gradient]
 
     def _backward(self, batches: Sequence[Any]) -> Tensor:
         """Accumulate the gradients of the update; if compiled code fails, once more without it."""
@@ -104,7 +133,7 @@ class Updater:
         # Rewind what the failed attempt moved: random numbers, running statistics and the gradients so far.
         restore_rng_state(rng)
         self.guard.put_buffers_back()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear()
         return self._accumulate(self._model, batches)
 
     def _accumulate(self, model: Callable[..., Any], batches: Sequence[Any]) -> Tensor:

@@ -213,7 +213,6 @@ class Trainer:
             batch = self._move_batch(self._state.batches.peek())
             initialize(self.model, lambda: self._forward.call(self.model, batch))
         scaler = self._state.new_scaler(self.precision)
-        self.optimizer.zero_grad(set_to_none=True)
         saver = None
         if manager is not None and manager.enabled:
             # A state that a checkpoint cannot hold is an error now, and not at the first save hours later.
@@ -314,7 +313,7 @@ class Trainer:
             # The host knows already, so the run ends here and not at the next log.
             self._settle()
             self._refuse(self.step + 1, loss.item(), norm.item())
-        self.optimizer.zero_grad(set_to_none=True)
+        fit.updater.clear_gradients()
         if not applied:
             return False
         # The update is done. Advance the schedule, the step, the coordinator and the average of the weights.
