@@ -191,6 +191,54 @@ def test_each_modules_own_flag_comes_back() -> None:
     assert (model.training, model.inner.training) == (True, False)
 
 
+class Normed(nn.Module):
+    """Its batch norm has seen the data that it is evaluated on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.running_mean.fill_(float("nan"))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((self.norm(x).sum(-1) - y) ** 2).mean()
+
+
+class Counting(Normed):
+    """Counts its calls in a buffer, which is another tensor after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(5.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x, y)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    ("kind", "changed"), [("plain", ""), ("traced", "norm."), ("counting", "calls"), ("script", "")]
+)
+def test_no_buffer_is_changed_even_by_a_module_that_was_traced_in_training_mode(kind: str, changed: str) -> None:
+    x, y = torch.randn(8, 3) + 2, torch.zeros(8)
+    model: nn.Module = Counting() if kind == "counting" else Normed()
+    if kind == "script":
+        model = torch.jit.script(model)
+    elif kind == "traced":
+        model.norm.running_mean.zero_()
+        model = torch.jit.trace(model, (x, y), check_trace=False)
+        model.norm.running_mean.zero_()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    said: list[str] = []
+    evaluate = evaluator([(x, y), (x + 1, y)], warn=said.append)
+    for _ in range(2):
+        evaluate(model)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, before[name], rtol=0, atol=0, equal_nan=True)
+    assert len(said) == bool(changed)
+    assert all(f"put back: {changed}" in message for message in said)
+
+
 def test_the_random_state_is_as_before() -> None:
     model = Model()
     before = capture_rng_state()

@@ -33,7 +33,7 @@ class NonFiniteGuard:
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         self._policy = policy
-        self._buffers = _running_statistics(model) if model is not None and policy != "ignore" else []
+        self._buffers = running_statistics(model) if model is not None and policy != "ignore" else []
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._optimizer = optimizer
         self._takes_verdict = bool(vars(optimizer).get("_step_supports_amp_scaling", False))
@@ -42,7 +42,7 @@ class NonFiniteGuard:
 
     def keep_buffers(self) -> None:
         """Copy the buffers, before the forward passes of an update."""
-        buffers = [owner._buffers[name] for owner, name in self._buffers]
+        buffers = [owner._buffers[name] for _, owner, name in self._buffers]
         self._kept = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
 
     def put_buffers_back(self, bad: Tensor | None = None) -> None:
@@ -88,17 +88,18 @@ def nonfinite_error(step: int, *, loss: float, norm: float) -> NonFiniteError:
     )
 
 
-def _running_statistics(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The owners and names of the buffers that a checkpoint holds and a forward pass may write: averages and counts.
+def running_statistics(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The buffers that a checkpoint holds and a forward pass may write: averages and counts.
 
-    A tensor of many integers is left out: those are quantised weights, which no forward pass writes.
+    Each as its full name, its owner, and its name there. A tensor of many integers is left out: those are quantised
+    weights, which no forward pass writes.
     """
     saved = model.state_dict()
     return [
-        (module, name)
+        (full_name, module, name)
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        if f"{path}.{name}".removeprefix(".") in saved
+        if (full_name := f"{path}.{name}".removeprefix(".")) in saved
         and buffer is not None
         and (buffer.is_floating_point() or buffer.ndim == 0)
     ]
