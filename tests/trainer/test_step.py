@@ -11,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from speedtronic.errors import ScalerOverflowError
+from speedtronic.errors import ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
+from speedtronic.model import ReferenceTransformer
 from speedtronic.trainer import Trainer, step
 from speedtronic.trainer.callbacks import Callback, RunView
 from speedtronic.trainer.step import Updater
@@ -211,3 +213,31 @@ def test_each_layer_that_is_unfrozen_later_is_named_and_a_gradient_from_before_t
     part_trainer(model, act, console).fit(6)
     named = re.findall(r"computed for them: (.*?)\. ", console.getvalue())
     assert named == ["body.weight", "body.bias"]
+
+
+def penalised(model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    def loss_fn(output: Any, batch: Any) -> Tensor:
+        gradients = torch.autograd.grad(output["loss"], list(model.parameters()), create_graph=True)
+        return output["loss"] + sum(gradient.square().sum() for gradient in gradients)
+
+    return loss_fn
+
+
+def test_a_penalty_on_gradients_through_attention_names_the_kernel_that_can_and_trains_with_it() -> None:
+    torch.manual_seed(0)
+    model = ReferenceTransformer(vocab_size=11, block_size=6, n_layer=1, n_head=2, d_model=16)
+    ours = make_trainer(model, successor_batches(), loss_fn=penalised(model))
+    before = model.lm_head.weight.clone()
+    with pytest.raises(ModelError, match=r"sdpa_kernel\(torch\.nn\.attention\.SDPBackend\.MATH\)"):
+        ours.fit(2)
+    assert torch.equal(model.lm_head.weight, before)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert ours.fit(2).steps == 2
+
+
+def test_other_errors_of_a_loss_are_raised_as_they_are() -> None:
+    def loss_fn(output: Any, batch: Any) -> Tensor:
+        raise RuntimeError("derivative for aten::mine is not implemented")
+
+    with pytest.raises(RuntimeError, match="aten::mine"):
+        make_trainer(loss_fn=loss_fn).fit(1)

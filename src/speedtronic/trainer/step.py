@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.errors import InputError, ScalerOverflowError
+from speedtronic.errors import InputError, ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
@@ -21,6 +22,9 @@ from speedtronic.trainer.nonfinite import NonFiniteGuard
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row
 # multiplies its loss by less than 2⁻⁴⁸ and will not recover.
 MAX_CONSECUTIVE_OVERFLOWS = 64
+
+# What torch says of the fused attention kernels of each device. No forward pass can know that it will be asked for.
+_NO_SECOND_DERIVATIVE = re.compile(r"derivative for aten::_scaled_dot_product_\w+ is not implemented")
 
 
 class Outcome(NamedTuple):
@@ -88,6 +92,7 @@ class Updater:
         """Run the update that makes global step `step`.
 
         Raises:
+            ModelError: the loss needs a second derivative that attention does not have.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
         """
         self.guard.keep_buffers()
@@ -141,9 +146,18 @@ class Updater:
             divisors = token_divisors(batches, self._group)
         else:
             divisors = micro_batch_divisors(len(batches), self._group)
-        return accumulate(
-            lambda batch: self._forward(model, self._move_batch(batch)), batches, divisors, scaler=self.scaler
-        )
+        try:
+            return accumulate(
+                lambda batch: self._forward(model, self._move_batch(batch)), batches, divisors, scaler=self.scaler
+            )
+        except RuntimeError as error:
+            if _NO_SECOND_DERIVATIVE.search(str(error)) is None:
+                raise
+            raise ModelError(
+                "the loss needs a second derivative, as a penalty on gradients does, and the attention kernel that "
+                "torch has chosen has none; let torch take the one that has: call fit(), or the model in your loss, "
+                "inside `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`"
+            ) from error
 
     def _guarded_update(self, loss: Tensor) -> Outcome:
         """Apply the update unless it is not finite."""
