@@ -45,6 +45,7 @@ from speedtronic.trainer import Trainer, TrainResult
 from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
+from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
     from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
@@ -288,15 +289,21 @@ def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | t
     Raises:
         ConfigError: the model has no trainable parameter, or declares a role or a split for Muon that cannot be.
     """
+    optimizer: torch.optim.Optimizer
     if config.optimizer.name == "muon":
-        return build_hybrid(model, config.optimizer, torch.device(device))
-    return build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile)
+        optimizer = build_hybrid(model, config.optimizer, torch.device(device))
+    else:
+        optimizer = build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile)
+    BUILT_FROM_CONFIG.add(optimizer)
+    return optimizer
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SpeedtronicConfig) -> LambdaLR:
     """Build the schedule of `config.scheduler`. It advances once per global step."""
     config.resolve()  # `run.max_steps` may have been edited, which the schedule's length follows
-    return LambdaLR(optimizer, learning_rate_schedule(config.scheduler))
+    scheduler = LambdaLR(optimizer, learning_rate_schedule(config.scheduler))
+    BUILT_FROM_CONFIG.add(scheduler)
+    return scheduler
 
 
 def build_logger(config: SpeedtronicConfig) -> MetricLogger:

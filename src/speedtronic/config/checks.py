@@ -32,8 +32,7 @@ BUILT_IN_MODELS = frozenset({"reference_transformer", "gpt"})
 
 def refuse_what_is_not_built(config: SpeedtronicConfig) -> None:
     """Raise NotBuiltError naming every key that asks for a part this version does not have yet."""
-    asked = [key for key in NOT_BUILT if _is_asked(config, key)]
-    if asked:
+    if asked := asked_and_not_built(config):
         raise NotBuiltError(
             "\n".join(
                 f"{': '.join([key, *filter(None, [', '.join(NOT_BUILT[key])])])}: not part of this version yet; "
@@ -41,6 +40,11 @@ def refuse_what_is_not_built(config: SpeedtronicConfig) -> None:
                 for key in asked
             )
         )
+
+
+def asked_and_not_built(config: SpeedtronicConfig) -> list[str]:
+    """The keys that ask for a part this version does not have yet."""
+    return [key for key in NOT_BUILT if _is_asked(config, key)]
 
 
 def _is_asked(config: SpeedtronicConfig, key: str) -> bool:
