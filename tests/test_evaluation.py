@@ -103,6 +103,12 @@ def test_a_floating_target_of_minus_100_is_a_target() -> None:
     assert evaluator(batches, loss_fn=loss_by_name("mse"))(model)["loss"] == pytest.approx(right)
     pairs = [(batch["x"], batch["labels"]) for batch in batches]
     assert evaluator(pairs)(model)["loss"] == pytest.approx(right)
+    with torch.no_grad():
+        model.linear.weight.zero_()
+        model.linear.bias.zero_()
+    # Nine of 100², three of 1².
+    numbers = evaluator(batches, loss_fn=loss_by_name("mse"))(model)
+    assert (numbers["loss"], numbers["targets"]) == (pytest.approx(7500.25), 12)
 
 
 def test_a_batch_without_a_target_has_no_weight_even_if_its_loss_is_nan() -> None:
@@ -127,6 +133,14 @@ def test_a_batch_without_a_target_has_no_weight_even_if_its_loss_is_nan() -> Non
     numbers = evaluator(batches)(model)
     assert numbers["loss"] == pytest.approx(right)
     assert (numbers["targets"], numbers["batches"]) == (13, 3)
+
+
+def test_of_three_held_out_batches_the_middle_one_all_ignored_the_mean_is_that_of_the_other_two() -> None:
+    """The model's own mean of the middle one is NaN: (1 + 2 + 6) / 3 = 3 is right."""
+    batches = [batch(1, 2), batch(-100, -100), batch(6, -100)]
+    assert Model()(**batches[1])["loss"].isnan()
+    numbers = evaluator(batches)(Model())
+    assert (numbers["loss"], numbers["targets"], numbers["batches"]) == (3.0, 3, 3)
 
 
 def test_a_loss_that_is_nan_at_a_target_is_nan() -> None:
