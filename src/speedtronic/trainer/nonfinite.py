@@ -34,7 +34,7 @@ class NonFiniteGuard:
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         self._policy = policy
         self._buffers = running_statistics(model) if model is not None and policy != "ignore" else []
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._optimizer = optimizer
         self._takes_verdict = bool(vars(optimizer).get("_step_supports_amp_scaling", False))
         self._bad: Tensor | None = None
@@ -42,13 +42,26 @@ class NonFiniteGuard:
 
     def keep_buffers(self) -> None:
         """Copy the buffers, before the forward passes of an update."""
-        buffers = [owner._buffers[name] for _, owner, name in self._buffers]
-        self._kept = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
+        self._kept = [
+            (owner, name, buffer, buffer.clone())
+            for _, owner, name in self._buffers
+            if (buffer := owner._buffers[name]) is not None
+        ]
 
     def put_buffers_back(self, bad: Tensor | None = None) -> None:
         """Put the copies back where `bad` is 1.0; always, where it is None."""
-        for buffer, kept in self._kept:
-            buffer.copy_(kept if bad is None else torch.where(bad > 0, kept, buffer))
+        for owner, name, buffer, kept in self._kept:
+            now = owner._buffers[name]
+            if bad is None:
+                buffer.copy_(kept)
+            elif now is not None and now.shape == kept.shape:
+                buffer.copy_(torch.where(bad > 0, kept, now.detach()))
+            elif bool(bad > 0):  # of a tensor with another shape, only the host can decide
+                buffer.copy_(kept)
+            else:
+                continue
+            if now is not buffer:  # a forward pass has put another tensor in its place
+                setattr(owner, name, buffer)
 
     def inspect(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Return 1.0 where this update must not be applied, else 0.0: a 0-dim float32 tensor on the device."""
