@@ -28,7 +28,6 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
         yield f"{key}: not part of this version yet, so nothing acts on it; remove it"
     if config.loss is not None and parts["loss_fn"] is not None:
         yield "loss: nothing acts on it, since the loss_fn that was passed goes before it; remove one of them"
-    enabled = config.checkpoint.enabled
     for part, keys, remedy in (
         # The trainer itself clips and averages. All else was decided when the optimizer was made.
         (
@@ -39,8 +38,8 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
         ("scheduler", _given(config.scheduler), "speedtronic.runtime.build_scheduler(optimizer, config)"),
         (
             "checkpoint_manager",
-            _given(config.checkpoint) if enabled else [],
-            "speedtronic.CheckpointManager(folder, …)",
+            _given(config.checkpoint) if config.checkpoint.enabled else [],
+            "speedtronic.checkpoint.CheckpointManager(folder)",
         ),
         ("evaluator", _changed(config.eval), "speedtronic.evaluation.HeldOutLoss(…), or set data.validation_fraction"),
         ("logger", _changed(config.logging, but=("level", "every_steps")), "speedtronic.runtime.build_logger(config)"),
