@@ -31,9 +31,9 @@ def build_adamw(
     """Build AdamW (arXiv 1711.05101) over all trainable parameters of `model`; with `config.cautious` `CautiousAdamW`.
 
     If `config.fused` is null, the fused kernel is used wherever torch has it: `supports_fused_adamw(device)` says so,
-    or a step that is tried (`runs_fused_adamw`). A complex parameter rules it out. If torch refuses the fused kernel, the
-    ordinary one is used, and a warning in the log says so. The same holds for a `compiled` cautious step that does not
-    compile on this machine.
+    or a step that is tried (`runs_fused_adamw`). A complex parameter rules it out. If torch refuses the fused kernel,
+    the ordinary one is used, and a warning in the log says so. The same holds for a `compiled` cautious step that does
+    not compile on this machine.
 
     Raises:
         ConfigError: nothing in the model is trainable.
