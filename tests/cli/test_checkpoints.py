@@ -463,7 +463,7 @@ def test_a_model_without_a_tokenizer_says_so(
 ) -> None:
     CheckpointManager(tmp_path).save(1, state_of(config, 1))
     out, _ = export(capsys, tmp_path, "--out", tmp_path / "hf", "--format", "huggingface")
-    assert "without a tokenizer: the model was trained on bare token ids" in out
+    assert "without a tokenizer: the run had none" in out
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None
 
 

@@ -23,7 +23,7 @@ from speedtronic.checkpoint.entries import scan
 from speedtronic.checkpoint.manager import LATEST, CheckpointManager
 from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, read_manifest, reading
 from speedtronic.checkpoint.snapshot import check_files, read_trees, saved_parts, stored_average
-from speedtronic.durable.files import FileSystem, fill
+from speedtronic.durable.files import FileSystem, fill, where_looked
 from speedtronic.durable.tensor_file import StoredTensor, TensorPlace, read_header, read_tensor
 from speedtronic.errors import CheckpointError
 
@@ -146,7 +146,7 @@ class _Source:
 
 def _find(path: Path, warn: Callable[[str], None]) -> _Source:
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder to take weights from")
+        raise CheckpointError(f"{path}: no such file or folder to take weights from{where_looked(path)}")
     if path.is_file():
         if _is_pickle(path):
             raise CheckpointError(_pickle_refused(path))
