@@ -18,9 +18,6 @@ from typing import Any
 from speedtronic.config import ModelConfig
 from speedtronic.errors import CheckpointError, ConfigError
 
-MODEL_NAMES = ("reference_transformer", "gpt")
-"""The values of `model.name` that mean the reference transformer."""
-
 # Options of the reference transformer that the shapes of its tensors do not show.
 _WITHOUT_SHAPE = ("n_head", "n_kv_head", "rope_base", "qk_norm")
 _EMBEDDING, _HEAD, _NORM = "transformer.wte.weight", "lm_head.weight", "transformer.norm.weight"
