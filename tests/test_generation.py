@@ -343,10 +343,22 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
         load_generator(tmp_path)
 
 
-def test_a_model_of_token_ids_cannot_write(tmp_path: Path) -> None:
-    save(config(tmp_path), tokenizer=None)
-    with pytest.raises(InputError, match="without a tokenizer"):
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"synthetic": True}, "had no tokenizer: synthetic data is random token ids, no text$"),
+        ({"dataset": "cats:images"}, r"that of data\.dataset: cats:images; .* train with data\.tokenizer"),
+        (None, "had no tokenizer$"),
+    ],
+)
+def test_what_a_model_without_a_tokenizer_was_trained_on_is_said(
+    tmp_path: Path, data: dict[str, Any] | None, said: str
+) -> None:
+    settings = config(tmp_path, **({} if data is None else {"data": data}))
+    save(settings, tokenizer=None, **({"config": None} if data is None else {}))
+    with pytest.raises(InputError, match=f"this model cannot write.*{said}") as caught:
         load_generator(tmp_path)
+    assert ("token ids" in str(caught.value)) == (data is not None)
 
 
 def test_a_custom_model_is_never_imported_from_what_a_checkpoint_says(

@@ -289,7 +289,7 @@ def load_generator(
     """
     state = _load_state(Path(source), best=best)
     if state.get("tokenizer") is None:
-        raise InputError(f"{source}: this model was trained on bare token ids; without a tokenizer it cannot write")
+        raise InputError(f"{source}: this model cannot write, because its run had no tokenizer{_whose_data(state)}")
     tokenizer = tokenizer_from_spec(state["tokenizer"])
     if not state.get("config"):
         raise CheckpointError(f"{source}: this checkpoint has no configuration; name the YAML it was trained with")
@@ -327,6 +327,17 @@ def _load_state(source: Path, *, best: bool) -> dict[str, Any]:
     if state is None:
         raise CheckpointError(f"{source}: there is no checkpoint here; train first, or name the folder of a run")
     return state
+
+
+def _whose_data(state: Mapping[str, Any]) -> str:
+    """What a run without a tokenizer was trained on, as far as its checkpoint says."""
+    data = (state.get("config") or {}).get("data") or {}
+    if data.get("dataset") is not None:
+        return (
+            f": its data is that of data.dataset: {data['dataset']}; if this is text as token ids, train with "
+            "data.tokenizer, which the checkpoints then keep"
+        )
+    return ": synthetic data is random token ids, no text" if data.get("synthetic") else ""
 
 
 def _state_of(checkpoint: Path) -> dict[str, Any]:

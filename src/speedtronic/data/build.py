@@ -203,12 +203,12 @@ def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Sourc
         return _Source(dataset, tokenizer=dataset.shards.tokenizer)
     if data.text_path is not None:
         path = Path(data.text_path)
+        check_text_file(path)
         if tokenizer is not None:
             pass
         elif data.tokenizer == "bytes":
             tokenizer = CharTokenizer(min(BYTE_VALUES, vocab_size))
         elif data.tokenizer == "chars":
-            check_text_file(path)
             tokenizer = CorpusCharTokenizer.from_texts(read_text(path))
         else:
             tokenizer = load_tokenizer(data.tokenizer)
