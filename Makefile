@@ -53,6 +53,7 @@ bench: $(READY)  ## the benchmarks
 	$(BIN)/python benchmarks/prepare.py --rounds 3
 	$(BIN)/python benchmarks/checkpoint.py --rounds 3
 	$(BIN)/python benchmarks/optimizer_step.py --rounds 5 --bf16-rounds 0
+	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/diloco.py --history 10 200 --nodes 2 16 --rounds 1
 	$(BIN)/python benchmarks/diloco_ablation.py --quick
 

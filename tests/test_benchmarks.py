@@ -44,6 +44,14 @@ def test_the_start_of_a_run_is_compared_with_the_same_steps_by_hand() -> None:
 
 
 @pytest.mark.slow
+def test_texts_of_both_libraries_are_equal_when_they_are_timed() -> None:
+    pytest.importorskip("transformers")
+    (record,) = records("generation.py", "--tokens", "8", "--rounds", "1", "--layers", "1", "--width", "32")
+    assert len(record["speed_over_transformers"]) == 3
+    assert record["speed_over_transformers"]["transformers"] == 1.0
+
+
+@pytest.mark.slow
 def test_idle_looks_do_not_grow_with_history() -> None:
     looks = records("diloco.py", "--only", "idle", "--quick")
     for who, most in (("node", 1), ("master", 2)):

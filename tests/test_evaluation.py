@@ -103,6 +103,12 @@ def test_a_floating_target_of_minus_100_is_a_target() -> None:
     assert evaluator(batches, loss_fn=loss_by_name("mse"))(model)["loss"] == pytest.approx(right)
     pairs = [(batch["x"], batch["labels"]) for batch in batches]
     assert evaluator(pairs)(model)["loss"] == pytest.approx(right)
+    with torch.no_grad():
+        model.linear.weight.zero_()
+        model.linear.bias.zero_()
+    # Nine of 100², three of 1².
+    numbers = evaluator(batches, loss_fn=loss_by_name("mse"))(model)
+    assert (numbers["loss"], numbers["targets"]) == (pytest.approx(7500.25), 12)
 
 
 def test_a_batch_without_a_target_has_no_weight_even_if_its_loss_is_nan() -> None:
@@ -127,6 +133,14 @@ def test_a_batch_without_a_target_has_no_weight_even_if_its_loss_is_nan() -> Non
     numbers = evaluator(batches)(model)
     assert numbers["loss"] == pytest.approx(right)
     assert (numbers["targets"], numbers["batches"]) == (13, 3)
+
+
+def test_of_three_held_out_batches_the_middle_one_all_ignored_the_mean_is_that_of_the_other_two() -> None:
+    """The model's own mean of the middle one is NaN: (1 + 2 + 6) / 3 = 3 is right."""
+    batches = [batch(1, 2), batch(-100, -100), batch(6, -100)]
+    assert Model()(**batches[1])["loss"].isnan()
+    numbers = evaluator(batches)(Model())
+    assert (numbers["loss"], numbers["targets"], numbers["batches"]) == (3.0, 3, 3)
 
 
 def test_a_loss_that_is_nan_at_a_target_is_nan() -> None:
@@ -189,6 +203,54 @@ def test_each_modules_own_flag_comes_back() -> None:
     model.inner.eval()
     evaluator([batch(1)])(model)
     assert (model.training, model.inner.training) == (True, False)
+
+
+class Normed(nn.Module):
+    """Its batch norm has seen the data that it is evaluated on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.running_mean.fill_(float("nan"))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((self.norm(x).sum(-1) - y) ** 2).mean()
+
+
+class Counting(Normed):
+    """Counts its calls in a buffer, which is another tensor after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(5.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x, y)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    ("kind", "changed"), [("plain", ""), ("traced", "norm."), ("counting", "calls"), ("script", "")]
+)
+def test_no_buffer_is_changed_even_by_a_module_that_was_traced_in_training_mode(kind: str, changed: str) -> None:
+    x, y = torch.randn(8, 3) + 2, torch.zeros(8)
+    model: nn.Module = Counting() if kind == "counting" else Normed()
+    if kind == "script":
+        model = torch.jit.script(model)
+    elif kind == "traced":
+        model.norm.running_mean.zero_()
+        model = torch.jit.trace(model, (x, y), check_trace=False)
+        model.norm.running_mean.zero_()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    said: list[str] = []
+    evaluate = evaluator([(x, y), (x + 1, y)], warn=said.append)
+    for _ in range(2):
+        evaluate(model)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, before[name], rtol=0, atol=0, equal_nan=True)
+    assert len(said) == bool(changed)
+    assert all(f"put back: {changed}" in message for message in said)
 
 
 def test_the_random_state_is_as_before() -> None:

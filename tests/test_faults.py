@@ -373,6 +373,33 @@ def test_a_skipped_update_leaves_no_trace_in_the_model(fused: bool) -> None:
         assert torch.equal(skipped.model.state_dict()[name], tensor), name
 
 
+class Reassigning(Regression):
+    """Puts another tensor in the place of its buffers, one of them longer at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.seen = torch.cat((self.seen, x[:1, 0]))
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_update_leaves_no_trace_in_buffers_that_the_model_replaces(fused: bool) -> None:
+    torch.manual_seed(0)
+    model, batches = Reassigning(), regression_batches()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    make_trainer(model, nan_at(2), optimizer=optimizer, config={"run": {"on_nonfinite": "skip"}}).fit(3)
+    expected = torch.zeros(3)
+    for number in (0, 2):
+        expected = 0.9 * expected + 0.1 * batches[number][0].mean(0)
+    torch.testing.assert_close(model.mean, expected)
+    assert model.seen.tolist() == [batches[number][0][0, 0].item() for number in (0, 2)]
+
+
 @pytest.mark.parametrize("every_steps", [1, 10])
 def test_a_refusal_that_is_noticed_late_takes_step_and_schedule_back_to_the_weights(every_steps: int) -> None:
     model = Regression()

@@ -14,7 +14,7 @@ from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
 from speedtronic.errors import CheckpointError, ConfigError, InputError
-from speedtronic.generation import TextGenerator, generate_tokens, load_generator, sample_next
+from speedtronic.generation import TextGenerator, generate_batch, generate_tokens, load_generator, sample_next
 from speedtronic.model import ReferenceTransformer
 from speedtronic.registry import build_model, register_model
 
@@ -343,10 +343,22 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
         load_generator(tmp_path)
 
 
-def test_a_model_of_token_ids_cannot_write(tmp_path: Path) -> None:
-    save(config(tmp_path), tokenizer=None)
-    with pytest.raises(InputError, match="without a tokenizer"):
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"synthetic": True}, "had no tokenizer: synthetic data is random token ids, no text$"),
+        ({"dataset": "cats:images"}, r"that of data\.dataset: cats:images; .* train with data\.tokenizer"),
+        (None, "had no tokenizer$"),
+    ],
+)
+def test_what_a_model_without_a_tokenizer_was_trained_on_is_said(
+    tmp_path: Path, data: dict[str, Any] | None, said: str
+) -> None:
+    settings = config(tmp_path, **({} if data is None else {"data": data}))
+    save(settings, tokenizer=None, **({"config": None} if data is None else {}))
+    with pytest.raises(InputError, match=f"this model cannot write.*{said}") as caught:
         load_generator(tmp_path)
+    assert ("token ids" in str(caught.value)) == (data is not None)
 
 
 def test_a_custom_model_is_never_imported_from_what_a_checkpoint_says(
@@ -380,3 +392,87 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 def test_a_seed_out_of_range_is_said_at_the_call(seed: int) -> None:
     with pytest.raises(ConfigError, match=r"the seed must be from 0 to 2\*\*63-1, not"):
         generate_tokens(nn.Identity(), [1], max_new_tokens=1, context_length=1, seed=seed)
+
+
+# With a cache of keys and values.
+
+
+def small(**options: Any) -> ReferenceTransformer:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": 31, "block_size": 24, "n_layer": 2, "n_head": 4, "d_model": 32}
+    model = ReferenceTransformer(**shape | options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)  # so that the tokens differ from each other
+    return model
+
+
+SHAPES = [{}, {"n_kv_head": 2}, {"qk_norm": True}, {"ngram_order": 3, "ngram_buckets": 64}, {"tie_weights": False}]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("prompt", [[5], [3, 1, 4, 1, 5], list(range(30))], ids=len)
+def test_the_cache_changes_no_token(shape: dict[str, Any], prompt: list[int]) -> None:
+    """Beyond the context too."""
+    model = small(**shape)
+    made = [
+        list(generate_tokens(model, prompt, max_new_tokens=60, context_length=24, seed=1, cache=cache))
+        for cache in (True, False)
+    ]
+    assert made[0] == made[1]
+    assert len(set(made[0])) > 5
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_logits_with_a_cache_are_those_without(shape: dict[str, Any]) -> None:
+    model = small(**shape).eval()
+    ids = torch.randint(31, (3, 20))
+    with torch.no_grad():
+        whole = model(ids)["logits"]
+        cache = model.make_cache(3, 20)
+        for start, end in ((0, 7), (7, 8), (8, 9), (9, 15), (15, 20)):
+            logits = model(ids[:, start:end], cache=cache)["logits"]
+            torch.testing.assert_close(logits, whole[:, end - 1 : end], rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_a_cache_is_refused() -> None:
+    model = small().eval()
+    cache = model.make_cache(1, 10)
+    ids = torch.zeros((1, 8), dtype=torch.int64)
+    with pytest.raises(ValueError, match="neither labels"):
+        model(ids, labels=ids, cache=cache)
+    model(ids, cache=cache)
+    with pytest.raises(ValueError, match="do not fit behind 8 tokens"):
+        model(ids, cache=cache)
+    with pytest.raises(ValueError, match="empty cache"):
+        model(ids[:, :1], attention_mask=torch.ones((1, 1)), cache=cache)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prompts_of_any_lengths_are_continued_at_once_as_each_alone(shape: dict[str, Any]) -> None:
+    model = small(**shape)
+    prompts = [[5], [3, 1, 4, 1, 5, 9, 2], [2, 7]]
+    options: dict[str, Any] = {"max_new_tokens": 12, "context_length": 24, "stop_id": 7}
+    alone = [list(generate_tokens(model, prompt, seed=1 + row, **options)) for row, prompt in enumerate(prompts)]
+    assert generate_batch(model, prompts, seed=1, **options) == alone
+    assert generate_batch(model, [], **options) == []
+
+
+def test_a_model_without_a_cache_continues_a_batch_too() -> None:
+    class Following(nn.Module):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return torch.nn.functional.one_hot((input_ids + 1) % 5, 5).float() * 50
+
+    assert generate_batch(Following(), [[0], [2, 3]], max_new_tokens=3, context_length=4, seed=0) == [
+        [1, 2, 3],
+        [4, 0, 1],
+    ]
+
+
+def test_a_token_with_a_cache_costs_one_position() -> None:
+    model = small()
+    widths: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].size(1)))
+    model.blocks[0].register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].size(1)))
+    list(generate_tokens(model, [1, 2, 3], max_new_tokens=4, context_length=24, seed=0))
+    assert widths == [3, 1, 1, 1, 1, 1, 1, 1]

@@ -162,7 +162,7 @@ def test_a_llama_of_transformers_becomes_the_reference_model() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("sizes", [SHAPES["grouped"], SHAPES["one key-value head, untied"]])
+@pytest.mark.parametrize("sizes", [SHAPES["grouped"], SHAPES["one key-value head, untied"], SHAPES["normalised heads"]])
 def test_a_run_starts_from_the_folder_of_a_llama(tmp_path: Path, sizes: dict[str, Any], sharded: bool) -> None:
     config, model = trained(**sizes)
     theirs = loaded(exported(tmp_path, config, model))

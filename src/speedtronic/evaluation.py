@@ -17,6 +17,7 @@ from speedtronic.model import evaluation_mode
 from speedtronic.precision import PrecisionPlan
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 from speedtronic.trainer.loss import LossFunction, align_labels, batch_labels, count_labels
+from speedtronic.trainer.nonfinite import running_statistics
 
 
 class HeldOutLoss:
@@ -67,12 +68,12 @@ class HeldOutLoss:
         """
         started = time.perf_counter()
         forward = Forward(
-            model, self._precision, loss_fn=self.loss_fn, warn=lambda message: self._once("loss", message)
+            model, self._precision, loss_fn=self.loss_fn, warn=lambda message: self._once(message, message)
         )
         # Summed losses and weights stay on the device until the end, so that no batch waits for the one before it.
         losses: list[Tensor] = []
         weights: list[Tensor] = []
-        with evaluation_mode(model), _keep_random_state(), torch.no_grad():
+        with evaluation_mode(model), _keep_random_state(), torch.no_grad(), _keep_buffers(model, self._once):
             for batch in takewhile(lambda _: not should_stop(), islice(self._passes(), self._limit)):
                 aligned = align_labels(batch) if self._labels == "unshifted" else batch
                 labelled = batch_labels(aligned) is not None
@@ -85,6 +86,7 @@ class HeldOutLoss:
                 # The mean over no target is NaN, and 0 · NaN would be too.
                 losses.append(torch.where(weight > 0, loss * weight, 0.0))
                 weights.append(weight)
+        forward.settle()
         if should_stop():
             return None
         total = int(torch.stack(weights).sum()) if weights else 0
@@ -105,3 +107,36 @@ def _keep_random_state() -> Iterator[None]:
         yield
     finally:
         restore_rng_state(rng)
+
+
+@contextmanager
+def _keep_buffers(model: nn.Module, once: Once) -> Iterator[None]:
+    """Put back running statistics that were changed although the model is in evaluation mode, and say so."""
+    kept = [
+        (full_name, owner, name, buffer, buffer.clone())
+        for full_name, owner, name in running_statistics(model)
+        if (buffer := owner._buffers[name]) is not None
+    ]
+    try:
+        yield
+    finally:
+        changed = []
+        for full_name, owner, name, buffer, copy in kept:
+            now = owner._buffers[name]
+            if now is None or now.shape != copy.shape or not _equal(now, copy):
+                changed.append(full_name)
+                # A forward pass may also have put another tensor in its place.
+                setattr(owner, name, buffer.copy_(copy))
+        if changed:
+            more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+            once(
+                "buffers",
+                f"the evaluation has changed buffers of the model, which are put back: {', '.join(changed[:4])}{more}. "
+                "A part of it acts as in training even after eval(), as a module does that torch.jit.trace has seen in "
+                "training mode, so the loss is not that of evaluation mode; use the module itself, or torch.jit.script",
+            )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape have equal values, where NaN equals NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -26,6 +26,7 @@ from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError, ConfigError, InputError
 from speedtronic.model import evaluation_mode
+from speedtronic.model.wrappers import unwrapped
 from speedtronic.registry import build_model, registry
 
 LARGEST_SEED = 2**63 - 1
@@ -86,52 +87,118 @@ def generate_tokens(
     seed: int | None = None,
     vocab_limit: int | None = None,
     stop_id: int | None = None,
+    cache: bool = True,
 ) -> Iterator[int]:
     """Continue a prompt, one token each time the iterator is asked for one.
 
     The model is called as `model(input_ids)` with int64 `(1, T)` on its own device and may return a mapping with
-    "logits", a tuple with them, or the logits `(1, T, V)` themselves. Between two tokens it is in the train or
+    "logits", a tuple with them, or the logits `(1, T, V)` themselves. A model with `make_cache(batch_size, length)` is
+    called as `model(input_ids, cache=…)`, with the new tokens alone. Between two tokens it is in the train or
     evaluation mode it had before. Sampling uses a random generator of its own on the CPU, and leaves the global ones
     alone.
 
     Args:
         prompt_ids: at least one token.
         max_new_tokens: how many tokens to make at most.
-        context_length: the model sees at most this many of the newest tokens.
+        context_length: the model sees at most this many of the newest tokens. A model with a cache forgets the oldest
+            quarter at a time, when it is full.
         temperature, top_k, top_p: as in `sample_next`.
         seed: from 0 to 2⁶³ - 1; equal seeds give equal tokens; `None` gives another text every time.
         vocab_limit: only ids below it are chosen, for a vocabulary that was padded.
         stop_id: the text ends before this token.
+        cache: false computes everything again for each token, which gives the same tokens and takes longer.
 
     Raises:
         ConfigError: an argument is out of range. Raised at the call, before the first token.
         InputError: the model returns no logits.
     """
+    columns = _columns(
+        model,
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        context_length=context_length,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        vocab_limit=vocab_limit,
+        stop_id=stop_id,
+        cache=cache,
+    )
+    return (column[0] for column in columns if column[0] is not None)
+
+
+def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """Continue several prompts at once, which takes little longer than one.
+
+    Args:
+        prompts: of any lengths.
+        options: as for `generate_tokens`. Row i is made with `seed + i`, so it is what `generate_tokens` makes of it
+            with that seed, up to rounding, and as long as all fit the context.
+
+    Returns:
+        The new tokens of each.
+
+    Raises:
+        As `generate_tokens`.
+    """
+    rows: list[list[int]] = [[] for _ in prompts]
+    for column in _columns(model, prompts, **options):
+        for row, token in zip(rows, column, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows
+
+
+def _columns(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    context_length: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    vocab_limit: int | None = None,
+    stop_id: int | None = None,
+    cache: bool = True,
+) -> Iterator[list[int | None]]:
+    """The next token of each text, again and again; None of a text that has ended."""
     _check_sampling(temperature, top_k, top_p)
-    if not prompt_ids:
+    if not all(prompts):
         raise ConfigError("the prompt must have at least one token")
     for name, value in (("max_new_tokens", max_new_tokens), ("context_length", context_length)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, not {value}")
-    if seed is not None:
-        check_seed(seed)
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    generators = []
+    for number in range(len(prompts)):
+        generators.append(torch.Generator())
+        if seed is None:
+            generators[-1].seed()
+        else:
+            check_seed(seed + number)
+            generators[-1].manual_seed(seed + number)
 
-    def tokens() -> Iterator[int]:
-        ids = list(prompt_ids)
+    def columns() -> Iterator[list[int | None]]:
+        texts = [list(prompt) for prompt in prompts]
+        longest = max(map(len, texts)) + max_new_tokens
+        window = _Window(model, texts, context_length, min(context_length, longest) if cache else None)
+        ended = [False] * len(texts)
         for _ in range(max_new_tokens):
-            logits = _next_logits(model, ids[-context_length:])[:, :vocab_limit]
-            token = sample_next(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator).item()
-            if token == stop_id:
+            logits = window.next_logits()[:, :vocab_limit]
+            column: list[int | None] = []
+            for row, (text, generator) in enumerate(zip(texts, generators, strict=True)):
+                scores = logits[row : row + 1]
+                token = int(sample_next(scores, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator))
+                ended[row] = ended[row] or token == stop_id
+                text.append(token)
+                column.append(None if ended[row] else token)
+            if all(ended):
                 return
-            ids.append(int(token))
-            yield ids[-1]
+            yield column
 
-    return tokens()
+    return columns() if prompts else iter(())
 
 
 def check_seed(seed: int) -> None:
@@ -225,7 +292,7 @@ def load_generator(
     """
     state = _load_state(Path(source), best=best)
     if state.get("tokenizer") is None:
-        raise InputError(f"{source}: this model was trained on bare token ids; without a tokenizer it cannot write")
+        raise InputError(f"{source}: this model cannot write, because its run had no tokenizer{_whose_data(state)}")
     tokenizer = tokenizer_from_spec(state["tokenizer"])
     if not state.get("config"):
         raise CheckpointError(f"{source}: this checkpoint has no configuration; name the YAML it was trained with")
@@ -303,6 +370,17 @@ def _load_state(source: Path, *, best: bool) -> dict[str, Any]:
     return state
 
 
+def _whose_data(state: Mapping[str, Any]) -> str:
+    """What a run without a tokenizer was trained on, as far as its checkpoint says."""
+    data = (state.get("config") or {}).get("data") or {}
+    if data.get("dataset") is not None:
+        return (
+            f": its data is that of data.dataset: {data['dataset']}; if this is text as token ids, train with "
+            "data.tokenizer, which the checkpoints then keep"
+        )
+    return ": synthetic data is random token ids, no text" if data.get("synthetic") else ""
+
+
 def _state_of(checkpoint: Path) -> dict[str, Any]:
     files = FileSystem()
     try:
@@ -320,21 +398,71 @@ def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) 
         raise ConfigError(f"top_p must be greater than 0 and at most 1, not {top_p}")
 
 
-def _next_logits(model: nn.Module, ids: list[int]) -> Tensor:
-    """Float32 `(1, V)` on the CPU: the scores of the token that follows `ids`."""
-    parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
-    with evaluation_mode(model), torch.inference_mode():
-        output = model(torch.tensor([ids], device=device))
-        # The first tensor of three dimensions: of a mapping's "logits", of a tuple's fields, or the output itself.
-        candidates = [output]
-        if isinstance(output, Mapping):
-            candidates = [output.get("logits")]
-        elif isinstance(output, tuple | list):
-            candidates = list(output)
-        for candidate in candidates:
-            if isinstance(candidate, Tensor) and candidate.ndim == 3:
-                return candidate[:, -1].float().cpu()
+class _Window:
+    """The newest tokens of some texts, as the model sees them.
+
+    A model with a cache sees only the tokens that it has not seen yet. When its window is full it starts a new one,
+    with three quarters of the context, so that this is rare.
+    """
+
+    def __init__(self, model: nn.Module, texts: list[list[int]], context_length: int, cache_length: int | None) -> None:
+        self._model = unwrapped(model)
+        self._texts = texts
+        self._context_length = context_length
+        self._make_cache = getattr(self._model, "make_cache", None)
+        self._cache_length = cache_length
+        self._cache: Any = None
+        self._lengths: list[int] = []
+        parameter = next(model.parameters(), None)
+        self._device = torch.device("cpu") if parameter is None else parameter.device
+
+    def next_logits(self) -> Tensor:
+        """Float32 `(B, V)` on the CPU: the scores of the tokens that follow the texts."""
+        with evaluation_mode(self._model), torch.inference_mode():
+            if self._make_cache is None:
+                return torch.cat([self._whole(text[-self._context_length :]) for text in self._texts])
+            # How long each text is in this window, one more than at the last call; none is longer than the context.
+            self._lengths = [length + 1 for length in self._lengths]
+            if not self._lengths or max(self._lengths) > self._context_length:
+                kept = self._context_length - self._context_length // 4 if self._lengths else self._context_length
+                self._lengths = [min(kept, len(text)) for text in self._texts]
+                self._cache = None
+            if self._cache_length is None:
+                texts = zip(self._texts, self._lengths, strict=True)
+                return torch.cat([self._whole(text[-length:]) for text, length in texts])
+            return self._with_cache(self._cache_length)
+
+    def _with_cache(self, cache_length: int) -> Tensor:
+        mask = None
+        if self._cache is None:
+            # Padding on the left, so that the newest tokens stand in one column.
+            assert self._make_cache is not None
+            self._cache = self._make_cache(len(self._texts), cache_length)
+            width = max(self._lengths)
+            ids = torch.zeros((len(self._texts), width), dtype=torch.int64)
+            for row, (text, length) in enumerate(zip(self._texts, self._lengths, strict=True)):
+                ids[row, width - length :] = torch.tensor(text[-length:])
+            if min(self._lengths) < width:
+                mask = (torch.arange(width) >= width - torch.tensor(self._lengths)[:, None]).to(self._device)
+        else:
+            ids = torch.tensor([[text[-1]] for text in self._texts])
+        return _last_logits(self._model(ids.to(self._device), attention_mask=mask, cache=self._cache))
+
+    def _whole(self, ids: list[int]) -> Tensor:
+        return _last_logits(self._model(torch.tensor([ids], device=self._device)))
+
+
+def _last_logits(output: Any) -> Tensor:
+    """Float32 `(B, V)` on the CPU, of the last position."""
+    # The first tensor of three dimensions: of a mapping's "logits", of a tuple's fields, or the output itself.
+    candidates = [output]
+    if isinstance(output, Mapping):
+        candidates = [output.get("logits")]
+    elif isinstance(output, tuple | list):
+        candidates = list(output)
+    for candidate in candidates:
+        if isinstance(candidate, Tensor) and candidate.ndim == 3:
+            return candidate[:, -1].float().cpu()
     raise InputError(
         f"the model returned {type(output).__name__} without logits of shape (B, T, V); to generate, "
         "model(input_ids) must return them alone, in a tuple, or as 'logits' of a mapping"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from torch import nn
 
 from speedtronic.config import SpeedtronicConfig
+from speedtronic.config.checks import unknown_model
 from speedtronic.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,12 +84,7 @@ class ModelRegistry:
         """
         name = config.name
         if name not in self._factories:
-            near = difflib.get_close_matches(name, self._factories, n=1)
-            suggestion = f"; did you mean {near[0]!r}?" if near else "."
-            raise ConfigError(
-                f"model.name: no model is registered as {name!r}{suggestion} Known: {', '.join(self.names())}. "
-                "To register your own model, list its module under `plugins:`"
-            )
+            raise ConfigError(unknown_model(name, self._factories))
         factory = self._factories[name]
         if isinstance(factory, str):
             factory = _load(name, factory)

@@ -24,10 +24,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from speedtronic.checkpoint import CheckpointManager, RunLock
-from speedtronic.checkpoint.export.llama import MODEL_NAMES, hidden_differences, reference_names
+from speedtronic.checkpoint.export.llama import hidden_differences, reference_names
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
-from speedtronic.config.checks import doubts, needs_held_out_data, refuse_what_cannot_be_trained
+from speedtronic.config.checks import BUILT_IN_MODELS, doubts, needs_held_out_data, refuse_what_cannot_be_trained
 from speedtronic.config.run_folder import RUN_CONFIG, imported_from, run_folder, save_run
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
@@ -39,12 +39,13 @@ from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
-from speedtronic.registry import build_model, import_factory
+from speedtronic.registry import build_model, import_factory, registry
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
 from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
+from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
     from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
@@ -210,7 +211,7 @@ def _resolve(config: ConfigSource) -> SpeedtronicConfig:
         A configuration of the run's own. What the caller does to `config` later does not change it.
     """
     settings = load_config(config)
-    refuse_what_cannot_be_trained(settings)
+    refuse_what_cannot_be_trained(settings, registry.names())
     folder = None  # of the file, if it is one
     if isinstance(config, os.PathLike) or (isinstance(config, str) and Path(config).is_file()):
         folder = Path(config).resolve().parent
@@ -288,15 +289,21 @@ def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | t
     Raises:
         ConfigError: the model has no trainable parameter, or declares a role or a split for Muon that cannot be.
     """
+    optimizer: torch.optim.Optimizer
     if config.optimizer.name == "muon":
-        return build_hybrid(model, config.optimizer, torch.device(device))
-    return build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile)
+        optimizer = build_hybrid(model, config.optimizer, torch.device(device))
+    else:
+        optimizer = build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile)
+    BUILT_FROM_CONFIG.add(optimizer)
+    return optimizer
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: SpeedtronicConfig) -> LambdaLR:
     """Build the schedule of `config.scheduler`. It advances once per global step."""
     config.resolve()  # `run.max_steps` may have been edited, which the schedule's length follows
-    return LambdaLR(optimizer, learning_rate_schedule(config.scheduler))
+    scheduler = LambdaLR(optimizer, learning_rate_schedule(config.scheduler))
+    BUILT_FROM_CONFIG.add(scheduler)
+    return scheduler
 
 
 def build_logger(config: SpeedtronicConfig) -> MetricLogger:
@@ -381,7 +388,7 @@ def _load_initial_weights(
 ) -> None:
     """Load `run.init_from` into the model, and warn where its weights mean something else here."""
     section = config.model
-    is_reference = section.name in MODEL_NAMES
+    is_reference = section.name in BUILT_IN_MODELS
     try:
         weights = load_initial_weights(
             model,

@@ -176,6 +176,22 @@ def sharded(folder: Path, source: nn.Module, **files: str) -> Path:
     return folder
 
 
+def test_a_tensor_that_the_model_has_not_because_it_is_of_ones_must_be_of_ones(tmp_path: Path) -> None:
+    source, model = net(1), net(2)
+    ones = {"scale": torch.ones(3, dtype=torch.bfloat16), "other": torch.ones(2)}
+    write(tmp_path / "model.safetensors", plain(source) | ones)
+
+    def translate(config: object, names: list[str]) -> dict[str, str | None]:
+        return {name: None if name in ones else name for name in names}
+
+    load_initial_weights(model, tmp_path, translate=translate)
+    assert_equal(model, source)
+    ones["scale"][2] = 1.5
+    write(tmp_path / "model.safetensors", plain(source) | ones)
+    with pytest.raises(CheckpointError, match="scale is not all ones there, and this model has no such weights"):
+        load_initial_weights(model, tmp_path, translate=translate)
+
+
 def test_a_sharded_hugging_face_folder_fills_the_model(tmp_path: Path) -> None:
     source, model = net(1), net(2)
     load_initial_weights(model, sharded(tmp_path, source))

@@ -84,6 +84,9 @@ def test_an_unknown_option_is_bad_use(file: str, capsys: pytest.CaptureFixture[s
         ("train c.yaml --max-stesp 3", "no such option: --max-stesp; did you mean --max-steps?\n"),
         ("train c.yaml --every-steps 3", "no such option: --every-steps\n"),
         ("checkpoints list x --jsn", "no such option: --jsn; did you mean --json?\n"),
+        ("generate x --lr 3", "no such option: --lr\n"),
+        ("checkpoints list x --lr 3", "no such option: --lr\n"),
+        ("generate x --max-seq-len 8", "write model.max_seq_len=8\n"),
         ("data inspect x --lr 1", "no such option: --lr\n"),
     ],
 )

@@ -463,11 +463,11 @@ def test_a_model_without_a_tokenizer_says_so(
 ) -> None:
     CheckpointManager(tmp_path).save(1, state_of(config, 1))
     out, _ = export(capsys, tmp_path, "--out", tmp_path / "hf", "--format", "huggingface")
-    assert "without a tokenizer: the model was trained on bare token ids" in out
+    assert "without a tokenizer: the run had none" in out
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None
 
 
-def test_a_tokenizer_without_that_form_is_named(
+def test_ranks_go_along_as_merges(
     tmp_path: Path, config: SpeedtronicConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tiktoken")
@@ -475,7 +475,9 @@ def test_a_tokenizer_without_that_form_is_named(
     spec = {"type": "tiktoken", "ranks": lines_of_ranks([bytes([byte]) for byte in range(256)])}
     CheckpointManager(tmp_path).save(1, state_of(config, 1, spec))
     out, _ = export(capsys, tmp_path, "--out", tmp_path / "hf", "--format", "huggingface")
-    assert "without a tokenizer.json: none is made of a tokenizer of type 'tiktoken'" in out
+    assert len(out.splitlines()) == 1
+    assert json.loads((tmp_path / "hf" / "tokenizer.json").read_text())["model"]["type"] == "BPE"
+    assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
 
 

@@ -104,6 +104,17 @@ def test_validate_refuses_what_train_refuses_with_the_same_words(
         "too long": "model: {max_seq_len: 16}\ndata: {block_size: 32}\n",
         "nothing held out": "eval: {every_steps: 2}\ndata: {validation_fraction: 0}\n",
         "no source": "data: {synthetic: false}\n",
+        "a model that nothing registers": "model: {name: gtp}\n",
+        "free keys": "model: {extra: {width: 3}}\n",
+        "an odd head": "model: {d_model: 6, n_head: 2}\n",
+        "a loss of numbers": "loss: mse\n",
+        "no block": "data: {num_tokens: 10}\n",
+        "nothing left to train on": "data: {num_tokens: 200, validation_fraction: 0.9}\n",
+        "less than a batch": "data: {num_tokens: 400, micro_batch_size: 8, target_batch_size: 8}\n",
+        "on the hub": "distributed: {enabled: true, repo_id: org/name}\n",
+        "no address": "distributed: {enabled: true, repo_id: here}\n",
+        "no bucket": "distributed: {enabled: true, repo_id: 's3://'}\n",
+        "a foreign option": "distributed: {enabled: true, repo_id: 'dir:///x', store_options: {region: x}}\n",
         "a jump": "max_steps: 20\nscheduler: {name: wsd, decay_steps: 30}\n",
     }
     for name, text in wrong.items():

@@ -60,6 +60,25 @@ def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, capsys: pytest.Captu
     assert "step 1/" not in out
 
 
+def test_a_text_that_another_working_folder_does_not_have_is_said_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    (here / "text.txt").write_text("to be or not to be\n" * 20)
+    sections = {"data": {"text_path": "text.txt"}, "model": {"vocab_size": 256}}
+    config = write_config(here, **sections)
+    monkeypatch.chdir(here)
+    assert main(["train", str(config)]) == 0
+    monkeypatch.chdir(elsewhere)
+    for named in (config, here / "run"):
+        assert main(["train", str(named), "--resume", "--max-steps", "6"]) == 2
+        error = capsys.readouterr().err
+        assert f"text.txt: no such text file; looked for {elsewhere / 'text.txt'}, since a" in error
+        assert "run it in the right folder, or give the whole path" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
-from speedtronic.config.checks import doubts, limits, refuse_what_cannot_be_trained
+from speedtronic.config.checks import BUILT_IN_MODELS, doubts, limits, refuse_what_cannot_be_trained
 from tests.support.cases import case
 
 
@@ -31,6 +33,52 @@ def test_what_is_certain_to_stop_a_run_is_refused_all_at_once() -> None:
 def test_a_dataset_of_the_users_decides_for_itself() -> None:
     section = {"dataset": "mine:make", "labels": "unshifted", "synthetic": False}
     refuse_what_cannot_be_trained(load_config({"data": section, "eval": {"every_steps": 5}}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"model": {"name": "gtp"}}, "no model is registered as 'gtp'; did you mean 'gpt'"),
+        ({"model": {"name": "gtp"}, "plugins": ["mine"]}, None),
+        ({"model": {"name": "gtp"}, "data": {"dataset": "mine:make"}}, None),
+        ({"model": {"extra": {"a": 1, "b": 2}}}, "model.extra.a, model.extra.b: the reference transformer takes no"),
+        ({"model": {"name": "mine", "d_model": 6, "n_head": 2, "extra": {"a": 1}}, "plugins": ["mine"]}, None),
+        ({"model": {"d_model": 6, "n_head": 2}}, "model.d_model 6 / model.n_head 2 is an odd head width, 3"),
+        ({"loss": "mse"}, "loss: mse compares numbers"),
+        ({"loss": "mse", "data": {"dataset": "mine:make"}}, None),
+        ({"loss": "cross_entropy"}, None),
+        ({"data": {"block_size": 8, "num_tokens": 7, "micro_batch_size": 1}}, "7 tokens are 0 blocks of 8"),
+        ({"data": {"block_size": 8, "num_tokens": 16, "micro_batch_size": 2}}, None),
+        ({"data": {"block_size": 8, "num_tokens": 15, "micro_batch_size": 2}}, "training needs at least 2"),
+        ({"data": {"block_size": 8, "num_tokens": 15, "micro_batch_size": 2, "drop_last": False}}, None),
+        (
+            {"data": {"block_size": 8, "num_tokens": 16, "micro_batch_size": 2, "validation_fraction": 0.1}},
+            "2 blocks of 8, of which 1 are held out",
+        ),
+        ({"data": {"block_size": 8, "num_tokens": 7, "text_path": "text.txt"}}, None),
+    ],
+)
+def test_what_needs_neither_data_nor_a_plugin_to_be_seen_is_refused(sections: dict[str, Any], said: str | None) -> None:
+    data = {"target_batch_size": 2, **sections.get("data", {})}
+    config = load_config({**sections, "data": data | {"micro_batch_size": data.get("micro_batch_size", 2)}})
+    if said is None:
+        refuse_what_cannot_be_trained(config)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            refuse_what_cannot_be_trained(config)
+
+
+def test_a_model_that_is_registered_already_needs_no_plugin() -> None:
+    config = load_config({"model": {"name": "mine"}})
+    refuse_what_cannot_be_trained(config, {"mine", "gpt"})
+    with pytest.raises(ConfigError, match="Known: gpt, reference_transformer"):
+        refuse_what_cannot_be_trained(config)
+
+
+def test_the_built_in_models_are_those_of_the_registry() -> None:
+    code = "from speedtronic.registry import registry; print(*registry.names())"
+    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert set(names) == BUILT_IN_MODELS
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,15 @@ def read(data: ByteText, start: int, count: int) -> bytes:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.txt: no such text file"):
         check_text_file(tmp_path / "gone.txt")
+
+
+def test_a_missing_file_with_a_relative_path_is_said_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    looked = re.escape(f"gone.txt: no such text file; looked for {tmp_path / 'gone.txt'}, since a relative path")
+    with pytest.raises(DataError, match=f"^{looked}.*run it in the right folder, or give the whole path"):
+        check_text_file(Path("gone.txt"))
 
 
 def test_a_folder_is_not_a_text_file_and_the_error_says_what_reads_folders(tmp_path: Path) -> None:

@@ -131,8 +131,10 @@ def test_logits_far_from_zero_lose_no_digits() -> None:
             loss = causal_cross_entropy(logits, torch.tensor([[0]]))
             loss.backward()
             assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
+            assert round(loss.item(), 5) == 0.69315
             assert logits.grad is not None
             assert logits.grad.tolist() == [[[-0.5, 0.5]]]
+            assert logits.grad.sum() == 0.0
 
 
 def test_the_gradient_of_each_row_sums_to_zero() -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import warnings
+from io import BytesIO
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speedtronic.model import evaluation_mode
 from speedtronic.model.modes import PartsSetApart
@@ -125,3 +127,66 @@ def test_only_the_outermost_of_many_parts_are_named() -> None:
         part.eval().requires_grad_(False)
     said.parts_of(model).train()
     assert said.informed[0].endswith(": 0, 1, 10, 11 and 8 more parts")
+
+
+def traced(model: nn.Module, *, training: bool) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(model.train(training), (torch.randn(4, 3),), check_trace=False)
+
+
+class Sequence(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.cells = nn.GRU(3, 4, num_layers=2, dropout=dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cells(x)[0]
+        return out
+
+
+def test_a_module_that_was_traced_in_training_mode_is_said_to_keep_it() -> None:
+    for model, operations in (
+        (nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 1)), "batch_norm, dropout"),
+        (Sequence(0.5), "gru"),
+    ):
+        trace = traced(model, training=True)
+        for whole, name in ((trace, "the model"), (nn.Sequential(nn.Linear(3, 3), trace), "1")):
+            said = Said()
+            said.parts_of(whole).train()
+            assert said.informed == []
+            assert len(said.warned) == 1
+            assert said.warned[0].startswith(f"{name} was traced in training mode and keeps it ({operations})")
+
+
+def test_a_module_that_was_traced_in_evaluation_mode_is_said_to_keep_it_while_the_rest_is_trained() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    for frozen in (False, True):
+        said = Said()
+        model.requires_grad_(not frozen)
+        said.parts_of(nn.Sequential(traced(model, training=False), nn.Linear(1, 1)))
+        (message,) = said.informed if frozen else said.warned
+        assert "0 was traced in evaluation mode and keeps it (batch_norm)" in message
+        assert ("torch.jit.script" in message) is not frozen
+
+
+def test_a_module_that_is_alike_in_both_modes_or_has_both_is_not_spoken_of() -> None:
+    alike = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Dropout(0.0), nn.LayerNorm(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()))
+    for model in (traced(alike, training=True), traced(Sequence(0.0), training=True), scripted):
+        said = Said()
+        said.parts_of(model).train()
+        assert said.informed == said.warned == []
+
+
+def test_a_trace_that_was_loaded_from_a_file_is_one_too() -> None:
+    file = BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(traced(nn.Sequential(nn.Dropout()), training=True), file)
+        loaded = torch.jit.load(BytesIO(file.getvalue()))
+    said = Said()
+    said.parts_of(loaded)
+    assert len(said.warned) == 1

@@ -15,7 +15,7 @@ from speedtronic.model import ReferenceTransformer
 from speedtronic.optimizers import factory, hybrid
 from speedtronic.optimizers.adamw import CautiousAdamW
 from speedtronic.optimizers.factory import build_adamw, build_hybrid, hybrid_groups, parameter_groups
-from speedtronic.precision import PrecisionPlan
+from speedtronic.precision import PrecisionPlan, runs_fused_adamw
 from speedtronic.runtime import build_optimizer
 from speedtronic.trainer import Trainer
 from speedtronic.trainer.nonfinite import NonFiniteGuard
@@ -138,6 +138,35 @@ def test_a_forced_fused_value_is_attempted_without_asking(monkeypatch: pytest.Mo
     assert not build_adamw(nn.Linear(2, 2), section(fused=False), CPU).param_groups[0]["fused"]
 
 
+@pytest.mark.parametrize("keys", [{}, {"name": "muon"}, {"cautious": True}])
+@pytest.mark.parametrize("runs", [True, False])
+def test_fused_null_means_fused_wherever_a_step_of_it_runs(
+    keys: dict[str, Any], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the seed's probe, which knows CUDA only."""
+    if not runs:
+        monkeypatch.setattr(torch.optim.AdamW, "step", _refuse_to_step)
+    optimizer = build_optimizer(Block(), SpeedtronicConfig.from_dict({"optimizer": keys}), CPU)
+    assert {bool(group["fused"]) for group in optimizer.param_groups if "fused" in group} == {
+        runs and runs_fused_adamw(CPU)
+    }
+
+
+def _refuse_to_step(optimizer: torch.optim.AdamW) -> None:
+    raise RuntimeError("no fused kernel for this device")
+
+
+@pytest.mark.parametrize("keys", [{}, {"name": "muon"}, {"cautious": True}])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_resumed_optimizer_keeps_the_kernel_of_its_checkpoint(keys: dict[str, Any], kept: bool) -> None:
+    def built(fused: bool | None) -> torch.optim.Optimizer:
+        return build_optimizer(Block(), SpeedtronicConfig.from_dict({"optimizer": keys | {"fused": fused}}), CPU)
+
+    resumed = built(None)
+    resumed.load_state_dict(built(kept).state_dict())
+    assert {bool(group["fused"]) for group in resumed.param_groups if "fused" in group} == {kept}
+
+
 @pytest.mark.parametrize("error", [TypeError, RuntimeError, ValueError])
 def test_a_refused_fused_construction_falls_back_and_says_so(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -165,6 +194,7 @@ def test_a_step_equals_torch_adamw_with_the_same_groups() -> None:
         [{"params": [twin.weight], "weight_decay": 0.5}, {"params": [twin.bias], "weight_decay": 0.0}],
         lr=0.1,
         betas=(0.9, 0.95),
+        fused=runs_fused_adamw(CPU),
     )
     for module, optimizer in ((model, ours), (twin, reference)):
         module(torch.ones(1, 3)).sum().backward()
@@ -296,7 +326,7 @@ def test_the_fused_kernel_of_a_hybrid_falls_back_as_adamws_does(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert build_hybrid(Block(), section(name="muon", fused=True), CPU).param_groups[0]["fused"] is True
-    assert not build_hybrid(Block(), section(name="muon"), CPU).param_groups[0]["fused"]
+    assert not build_hybrid(Block(), section(name="muon", fused=False), CPU).param_groups[0]["fused"]
     real = torch.optim.AdamW
 
     def picky(*args: Any, fused: bool = False, **kwargs: Any) -> torch.optim.AdamW:

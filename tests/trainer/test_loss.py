@@ -196,6 +196,72 @@ def output_of(output: Any) -> Tensor:
     return found
 
 
+def in_doubt(loss: Tensor, labels: Tensor) -> tuple[float, list[str]]:
+    """The resolved loss, and the kinds of doubt that turn out to be due."""
+    said: list[str] = []
+
+    def warn(kind: str, message: str, when: Tensor | None = None) -> None:
+        if when is None or when.item():
+            assert "return" in message.lower()
+            said.append(kind)
+
+    return resolve_loss(None, {"labels": labels}, lambda *_: loss, warn=warn).item(), said
+
+
+# The values at the three targets are 1, 2 and 3, so 2.0 is right. In the order of the labels, those that a transposed
+# mask would keep are 1 and 0s.
+SQUARE_LABELS = torch.tensor([[5, 6, 4], [-100, -100, -100], [-100, -100, -100]])
+SQUARE = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("time_major", [False, True])
+def test_a_loss_for_each_label_of_a_square_batch_is_that_of_its_targets_in_either_order(
+    time_major: bool, flat: bool
+) -> None:
+    """By the mask of the labels in their own order, the time-major ones would be 1/3: a third of only the 1."""
+    each = SQUARE.T if time_major else SQUARE
+    loss, said = in_doubt(each.flatten() if flat else each, SQUARE_LABELS)
+    assert loss == 2.0
+    assert said == (["order of a loss"] if time_major else [])
+
+
+def test_a_flat_loss_in_the_order_of_time_is_that_of_its_targets() -> None:
+    labels = torch.tensor([[5, -100, -100, -100], [3, 1, -100, -100]])
+    each = torch.tensor([[4.0, 0.0, 0.0, 0.0], [3.0, 2.0, 0.0, 0.0]])
+    assert in_doubt(each.flatten(), labels) == (3.0, [])
+    assert in_doubt(each.T.flatten(), labels) == (3.0, ["order of a loss"])
+    # Where the sizes differ, the shape tells.
+    assert in_doubt(each.T, labels) == (3.0, [])
+    assert in_doubt(each.T + 1, labels) == (4.0, [])
+
+
+def test_a_loss_of_three_dimensions_in_one_row_may_have_them_in_any_order() -> None:
+    labels = torch.full((2, 3, 4), -100)
+    labels[0, 1:, 2:] = 1
+    each = torch.arange(24.0).view(2, 3, 4).masked_fill(labels == -100, 0.0)
+    right = (6 + 7 + 10 + 11) / 4
+    assert in_doubt(each.flatten(), labels) == (right, [])
+    assert in_doubt(each.permute(2, 0, 1).flatten(), labels) == (right, ["order of a loss"])
+
+
+def test_a_loss_that_is_not_zero_at_ignored_labels_is_taken_in_their_order_and_that_is_said() -> None:
+    doubt = ["order of a loss in doubt"]
+    assert in_doubt(SQUARE + 1, SQUARE_LABELS) == (3.0, doubt)
+    assert in_doubt((SQUARE + 1).flatten(), SQUARE_LABELS) == (3.0, doubt)
+    # Any order gives the same where nothing is ignored, or the same at both places.
+    assert in_doubt(SQUARE + 1, SQUARE_LABELS.clamp(min=0))[1] == []
+    assert in_doubt(torch.ones(3, 3), torch.tensor([[1, 1, -100], [1, 1, 1], [-100, 1, 1]])) == (1.0, [])
+    assert in_doubt(torch.full((2, 2), torch.nan), torch.full((2, 2), -100)) == (0.0, [])
+
+
+def test_the_gradient_of_a_loss_in_another_order_reaches_all_its_targets() -> None:
+    each = SQUARE.T.clone().requires_grad_()
+    resolve_loss(each, {"labels": SQUARE_LABELS}).backward()
+    assert each.grad is not None
+    assert each.grad[:, 0].tolist() == pytest.approx([1 / 3] * 3)
+
+
 def test_a_loss_for_each_label_without_a_target_is_a_differentiable_zero() -> None:
     each = torch.full((2, 4), float("nan"), requires_grad=True)
     loss = resolve_loss(each, {"labels": torch.full((2, 4), -100)})

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from io import StringIO
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from speedtronic.errors import ScalerOverflowError
-from speedtronic.trainer import step
+from speedtronic.errors import ModelError, ScalerOverflowError
+from speedtronic.metrics import MetricLogger
+from speedtronic.model import ReferenceTransformer
+from speedtronic.trainer import Trainer, step
+from speedtronic.trainer.callbacks import Callback, RunView
 from speedtronic.trainer.step import Updater
 from tests.support.models import (
     SCALED,
@@ -18,6 +25,7 @@ from tests.support.models import (
     Events,
     OnlyLogits,
     Overflowing,
+    Regression,
     config_of,
     make_trainer,
     successor_batches,
@@ -128,3 +136,108 @@ def test_a_scaled_run_equals_an_unscaled_one() -> None:
     plain.fit(5)
     for name, parameter in plain.model.named_parameters():
         torch.testing.assert_close(scaled.model.get_parameter(name), parameter)
+
+
+class TwoParts(Regression):
+    """A frozen part before the trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(3, 3)
+        self.body.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return super().forward(self.body(x), y)
+
+
+def part_trainer(model: nn.Module, act: Callable[[RunView], None], console: StringIO) -> Trainer:
+    class Acting(Callback):
+        def on_step_end(self, run: RunView) -> None:
+            act(run)
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return make_trainer(
+        model,
+        optimizer=torch.optim.SGD(trained, lr=0.01),
+        callbacks=[Acting()],
+        logger=MetricLogger(stream=console),
+    )
+
+
+def test_what_is_unfrozen_after_the_optimizer_was_built_is_named_once_and_keeps_no_gradient() -> None:
+    """Its gradients would add up from step to step, and nothing would say that it is not trained."""
+    model, console = TwoParts(), StringIO()
+    before = model.body.weight.clone()
+    gradients: list[Tensor | None] = []
+
+    def act(run: RunView) -> None:
+        gradients.append(model.body.weight.grad)
+        if run.step == 2:
+            assert "not trained" not in console.getvalue()
+            run.model.requires_grad_(True)
+
+    part_trainer(model, act, console).fit(6)
+    assert gradients == [None] * 6
+    assert torch.equal(model.body.weight, before)
+    said = console.getvalue()
+    assert said.count("not trained") == 1
+    assert "body.weight, body.bias. " in said
+    assert "add_param_group" in said
+
+
+def test_what_is_unfrozen_and_added_to_the_optimizer_is_trained_without_a_word() -> None:
+    model, console = TwoParts(), StringIO()
+    before = model.body.weight.clone()
+
+    def act(run: RunView) -> None:
+        if run.step == 2:
+            model.body.requires_grad_(True)
+            run.optimizer.add_param_group({"params": list(model.body.parameters())})
+
+    part_trainer(model, act, console).fit(4)
+    assert not torch.equal(model.body.weight, before)
+    assert "not trained" not in console.getvalue()
+
+
+def test_each_layer_that_is_unfrozen_later_is_named_and_a_gradient_from_before_the_run_is_not() -> None:
+    model, console = TwoParts(), StringIO()
+    model.body.weight.grad = torch.ones(3, 3)
+
+    def act(run: RunView) -> None:
+        if run.step == 2:
+            assert "not trained" not in console.getvalue()
+        model.body.weight.requires_grad_(run.step >= 2)
+        model.body.bias.requires_grad_(run.step >= 4)
+
+    part_trainer(model, act, console).fit(6)
+    named = re.findall(r"computed for them: (.*?)\. ", console.getvalue())
+    assert named == ["body.weight", "body.bias"]
+
+
+def penalised(model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    def loss_fn(output: Any, batch: Any) -> Tensor:
+        gradients = torch.autograd.grad(output["loss"], list(model.parameters()), create_graph=True)
+        return output["loss"] + sum(gradient.square().sum() for gradient in gradients)
+
+    return loss_fn
+
+
+def test_a_penalty_on_gradients_through_attention_names_the_kernel_that_can_and_trains_with_it() -> None:
+    torch.manual_seed(0)
+    model = ReferenceTransformer(vocab_size=11, block_size=6, n_layer=1, n_head=2, d_model=16)
+    ours = make_trainer(model, successor_batches(), loss_fn=penalised(model))
+    before = model.lm_head.weight.clone()
+    with pytest.raises(ModelError, match=r"sdpa_kernel\(torch\.nn\.attention\.SDPBackend\.MATH\)"):
+        ours.fit(2)
+    assert torch.equal(model.lm_head.weight, before)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert ours.fit(2).steps == 2
+
+
+def test_other_errors_of_a_loss_are_raised_as_they_are() -> None:
+    def loss_fn(output: Any, batch: Any) -> Tensor:
+        raise RuntimeError("derivative for aten::mine is not implemented")
+
+    with pytest.raises(RuntimeError, match="aten::mine"):
+        make_trainer(loss_fn=loss_fn).fit(1)

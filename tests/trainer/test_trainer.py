@@ -286,7 +286,8 @@ def test_a_frozen_backbone_keeps_its_statistics_while_the_rest_is_trained_and_ev
     ours.fit(20)
     model.eval()
     ours.fit(25)
-    assert model[0].running_mean.tolist() == [0.0] * 3
+    assert model[0].running_mean.abs().max() == 0.0
+    assert model[0].running_var.tolist() == [1.0] * 3
     assert model[0].num_batches_tracked == 0
     assert [part.training for part in model] == [False, True]
     assert not torch.equal(model[1].weight, before)
@@ -446,6 +447,21 @@ def test_mappings_of_features_count_their_samples_and_no_tokens() -> None:
     assert "tok/s" not in lines
 
 
+def test_a_list_of_one_mapping_of_six_rows_gives_eighteen_samples_in_three_updates() -> None:
+    """The batch of classes, `[{"x": X(6, 3), "y": Y}]`: 18 samples, and no token."""
+
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.linear(x), y)
+
+    result = make_trainer(Classes(), [{"x": torch.randn(6, 3), "y": torch.tensor([0, 1, 0, 1, 0, 1])}]).fit(3)
+    assert (result.steps, result.samples, result.tokens) == (3, 18, 0)
+
+
 def test_samples_that_have_to_be_guessed_are_warned_about_once() -> None:
     class Graph(Distance):
         def forward(self, x: Tensor, edges: Tensor) -> Tensor:
@@ -456,6 +472,40 @@ def test_samples_that_have_to_be_guessed_are_warned_about_once() -> None:
     result = make_trainer(Graph(), [batch], logger=MetricLogger(stream=console)).fit(3)
     assert result.samples == 18
     assert console.getvalue().count("warning: the tensors of a batch") == 1
+
+
+class TimeMajor(nn.Module):
+    """Returns a loss for each of (T, B) labels, while those of the batch are (B, T)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 11)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        scores, targets = self.embed(input_ids.T).flatten(0, 1), labels.T.flatten()
+        return nn.functional.cross_entropy(scores, targets, ignore_index=-100, reduction="none").view(labels.T.shape)
+
+
+def test_losses_of_tokens_in_the_order_of_time_train_and_evaluate_as_their_mean_and_that_is_said_once() -> None:
+    ids = torch.arange(16).view(4, 4) % 11
+    labels = (ids + 1) % 11
+    labels[1:, 1:] = -100
+    labels[3] = -100
+    batch, console, cpu = {"input_ids": ids, "labels": labels}, StringIO(), torch.device("cpu")
+    model = TimeMajor()
+    right = nn.functional.cross_entropy(model.embed(ids).flatten(0, 1), labels.flatten()).item()
+    logger = MetricLogger(stream=console)
+    held_out = HeldOutLoss(
+        lambda: [batch], device=cpu, precision=resolve_precision("fp32", cpu), warn=lambda message: evaluated.append(1)
+    )
+    evaluated: list[int] = []
+    assert held_out(model)["loss"] == pytest.approx(right)
+    assert held_out(model)["loss"] == pytest.approx(right)
+    assert sum(evaluated) == 1
+    result = make_trainer(model, [batch], logger=logger).fit(3)
+    assert result.metrics[0]["loss"] == pytest.approx(right)
+    assert console.getvalue().count("in another order") == 1
 
 
 def test_masked_tokens_are_counted_by_their_mask() -> None:

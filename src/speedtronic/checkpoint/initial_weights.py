@@ -23,7 +23,7 @@ from speedtronic.checkpoint.entries import scan
 from speedtronic.checkpoint.manager import LATEST, CheckpointManager
 from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, read_manifest, reading
 from speedtronic.checkpoint.snapshot import check_files, read_trees, saved_parts, stored_average
-from speedtronic.durable.files import FileSystem, fill
+from speedtronic.durable.files import FileSystem, fill, where_looked
 from speedtronic.durable.tensor_file import StoredTensor, TensorPlace, read_header, read_tensor
 from speedtronic.errors import CheckpointError
 
@@ -35,8 +35,9 @@ _LARGEST_JSON = 256 * 2**20  # bytes
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 _WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DistributedDataParallel put before a model's names
 
-Translation = Callable[[Mapping[str, Any], list[str]], Mapping[str, str]]
-"""Gives the model's name of each tensor in a Hugging Face folder, from its `config.json` and its own names."""
+Translation = Callable[[Mapping[str, Any], list[str]], Mapping[str, str | None]]
+"""Gives the model's name of each tensor in a Hugging Face folder, from its `config.json` and its own names. None stands
+for a tensor that the model does not have, because it is always of ones there."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def load_initial_weights(
             sound one is taken; or a Hugging Face folder, with its weights in one file or several. From a checkpoint
             the averaged weights are taken if the run kept an average (`optimizer.ema`).
         strict: whether every name must be there with its shape. Otherwise what fits is loaded.
-        translate: names the tensors of a Hugging Face folder as the model does. One that it leaves out is not loaded.
-            None keeps the names.
+        translate: names the tensors of a Hugging Face folder as the model does. One that it leaves out is not loaded,
+            and one that it names None must be of ones. None keeps the names.
         warn: told what did not fit if `strict` is false, and of damaged checkpoints that were passed over.
 
     Raises:
@@ -116,7 +117,8 @@ def _load(
         config = _read_json(file) if file.exists() else {}
         with reading(source.path):
             names = translate(config, list(tensors))
-        tensors = {name: tensors[theirs] for theirs, name in names.items()}
+        _check_ones(source.path, {theirs: tensors[theirs] for theirs, name in names.items() if name is None})
+        tensors = {name: tensors[theirs] for theirs, name in names.items() if name is not None}
     offered = _renamed(tensors, own, getattr(model, "base_model_prefix", ""))
 
     _check_fit(source.path, offered, own, strict, warn)
@@ -146,7 +148,7 @@ class _Source:
 
 def _find(path: Path, warn: Callable[[str], None]) -> _Source:
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder to take weights from")
+        raise CheckpointError(f"{path}: no such file or folder to take weights from{where_looked(path)}")
     if path.is_file():
         if _is_pickle(path):
             raise CheckpointError(_pickle_refused(path))
@@ -293,6 +295,15 @@ def _check_fit(
     if not any(fits.values()):
         raise CheckpointError(f"{path}: none of these weights fits this model:\n  {listed}")
     warn(f"{path}: not all of these weights are those of this model; the rest is loaded:\n  {listed}")
+
+
+def _check_ones(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise CheckpointError unless each tensor is of ones."""
+    for name, stored in tensors.items():
+        with reading(path), FileIO(stored.file) as file:
+            file.seek(stored.begin)
+            if bool((read_tensor(partial(fill, file), stored.place) != 1).any()):
+                raise CheckpointError(f"{name} is not all ones there, and this model has no such weights")
 
 
 # ---------------------------------------------------------------------- copying

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _YAML = {".yaml", ".yml"}
 _ITS_FOLDER = "the folder itself"  # in place of a run's folder, which need not be text that a configuration can hold
 _MOST_LEVELS = 4  # of folders between a checkpoint and the folder of its run
+# What is trained already is not trained otherwise: these alone say where it is, and how its model is built.
+_KEYS_OF_A_TRAINED_RUN = ("run.name", "run.output_dir", "checkpoint.directory", "plugins", "model.", "data.block_size")
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 
@@ -33,24 +35,29 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         namespace, rest = super().parse_known_args(args, namespace)
-        takes_words = "words" in namespace
-        if takes_words:
+        if "words" in namespace:
             namespace.words = [*namespace.words, *(word for word in rest if not word.startswith("-"))]
             rest = [word for word in rest if word.startswith("-")]
         has_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         unknown = [word for word in rest if word.startswith("-")]
         if unknown and not has_commands:
-            self.error(self._no_such_option(unknown[0], args or (), keys=takes_words))
+            self.error(self._no_such_option(unknown[0], args or (), vars(namespace).get("settable", ())))
         return namespace, rest
 
-    def _no_such_option(self, word: str, args: Sequence[str], *, keys: bool) -> str:
-        """What is said about an unknown option: the option that was meant, or the key of the configuration."""
+    def _no_such_option(self, word: str, args: Sequence[str], settable: tuple[str, ...]) -> str:
+        """What is said about an unknown option: the option that was meant, or the key of the configuration.
+
+        Args:
+            word: the option.
+            args: of the command.
+            settable: the beginnings of the keys whose value has an effect on the command.
+        """
         name, equals, value = word.partition("=")
         options = [option for action in self._actions for option in action.option_strings]
         if close := difflib.get_close_matches(name, options, n=1, cutoff=0.75):
             return f"no such option: {name}; did you mean {close[0]}?"
-        key = _key_of(name) if keys else None
-        if key is None:
+        key = _key_of(name)
+        if key is None or not key.startswith(settable):
             return f"no such option: {name}"
         if not equals:
             behind = args[args.index(word) + 1 :] if word in args else ()
@@ -107,6 +114,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         help="the configuration file, or the folder of a run that has one; then values that go before the file's",
     )
     parser.add_argument("--config", metavar="CONFIG", help="the configuration file, instead of the first word")
+    parser.set_defaults(settable=("",))
 
 
 def load_from_arguments(args: argparse.Namespace, extra: Sequence[str] = ()) -> tuple[SpeedtronicConfig, Path]:
@@ -221,6 +229,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, best: bool) -> None:
         help="a run's output folder, its checkpoints folder, one checkpoint, or the run's YAML; then values that go "
         "before those of its configuration",
     )
+    parser.set_defaults(settable=_KEYS_OF_A_TRAINED_RUN)
     if best:
         parser.add_argument(
             "--best", action="store_true", help="take the checkpoint with the lowest evaluation loss, not the newest"

@@ -403,7 +403,6 @@ def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str
 
     spec = model.tokenizer
     if spec is None:
-        return None, ["without a tokenizer: the model was trained on bare token ids"]
-    text = tokenizer_json(spec)
-    missing = [] if text else [f"without a tokenizer.json: none is made of a tokenizer of type {spec['type']!r}"]
-    return HuggingFaceTokenizer(text, tokenizer_from_spec(spec).separator_id), missing
+        return None, ["without a tokenizer: the run had none"]
+    separator_id = tokenizer_from_spec(spec).separator_id
+    return HuggingFaceTokenizer(tokenizer_json(spec), separator_id), []

@@ -28,6 +28,10 @@ def run_validate(args: argparse.Namespace) -> int:
 
     config, _ = load_from_arguments(args)
     refuse_what_cannot_be_trained(config)
+    if config.distributed.enabled:
+        from speedtronic.distributed.stores.open import check_address
+
+        check_address(str(config.distributed.repo_id), config.distributed.store_options)
     for doubt in doubts(config):
         print(f"warning: {doubt}", file=sys.stderr)
     for limit in limits(config):

@@ -5,10 +5,12 @@ A configuration that loads is well formed. Loading does not ask whether this ver
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from speedtronic.config.root import SpeedtronicConfig
+from speedtronic.config.sections import DataConfig
 from speedtronic.errors import ConfigError, NotBuiltError
 
 NOT_BUILT: Mapping[str, tuple[str, ...]] = {
@@ -28,12 +30,12 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
 """Keys whose part is still to come, with the values that need it; without values, all but the default need it."""
 
 BUILT_IN_MODELS = frozenset({"reference_transformer", "gpt"})
+"""The values of `model.name` that mean the reference transformer."""
 
 
 def refuse_what_is_not_built(config: SpeedtronicConfig) -> None:
     """Raise NotBuiltError naming every key that asks for a part this version does not have yet."""
-    asked = [key for key in NOT_BUILT if _is_asked(config, key)]
-    if asked:
+    if asked := asked_and_not_built(config):
         raise NotBuiltError(
             "\n".join(
                 f"{': '.join([key, *filter(None, [', '.join(NOT_BUILT[key])])])}: not part of this version yet; "
@@ -41,6 +43,11 @@ def refuse_what_is_not_built(config: SpeedtronicConfig) -> None:
                 for key in asked
             )
         )
+
+
+def asked_and_not_built(config: SpeedtronicConfig) -> list[str]:
+    """The keys that ask for a part this version does not have yet."""
+    return [key for key in NOT_BUILT if _is_asked(config, key)]
 
 
 def _is_asked(config: SpeedtronicConfig, key: str) -> bool:
@@ -52,15 +59,46 @@ def _is_asked(config: SpeedtronicConfig, key: str) -> bool:
     return value in NOT_BUILT[key] if NOT_BUILT[key] else value != section.defaults()[leaf]
 
 
-def refuse_what_cannot_be_trained(config: SpeedtronicConfig) -> None:
+def refuse_what_cannot_be_trained(config: SpeedtronicConfig, registered: Collection[str] = BUILT_IN_MODELS) -> None:
     """Raise ConfigError with all that is certain to stop `train` before its first update.
 
     What only the data, the machine or a plugin can show is not looked at.
+
+    Args:
+        config: a resolved configuration.
+        registered: the names of the models that there are before its plugins are imported.
     """
     refuse_what_is_not_built(config)
-    problems = [*beyond_the_model(config), *_wrong_sources(config)]
+    problems = [*_not_built_in(config, registered), *beyond_the_model(config), *_wrong_sources(config)]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _not_built_in(config: SpeedtronicConfig, registered: Collection[str]) -> Iterator[str]:
+    """A model that nothing can register, or that no built-in model can be."""
+    model = config.model
+    if model.name not in BUILT_IN_MODELS:
+        if model.name not in registered and not config.plugins and config.data.dataset is None:
+            yield unknown_model(model.name, registered)
+        return
+    if model.extra:
+        given = ", ".join(f"model.extra.{key}" for key in model.extra)
+        yield f"{given}: the reference transformer takes no extra keys"
+    if model.d_model // model.n_head % 2:
+        yield (
+            f"model.d_model {model.d_model} / model.n_head {model.n_head} is an odd head width, "
+            f"{model.d_model // model.n_head}; rotary embedding turns pairs, so it must be even"
+        )
+
+
+def unknown_model(name: str, registered: Collection[str]) -> str:
+    """What is said of a model's name under which none is registered."""
+    near = difflib.get_close_matches(name, registered, n=1)
+    suggestion = f"; did you mean {near[0]!r}?" if near else "."
+    return (
+        f"model.name: no model is registered as {name!r}{suggestion} Known: {', '.join(sorted(registered))}. "
+        "To register your own model, list its module under `plugins:`"
+    )
 
 
 def beyond_the_model(config: SpeedtronicConfig) -> Iterator[str]:
@@ -87,8 +125,28 @@ def _wrong_sources(config: SpeedtronicConfig) -> Iterator[str]:
         yield NO_SOURCE
     if data.labels == "unshifted":
         yield LABELS_ARE_ALIGNED
+    if config.loss == "mse":
+        yield (
+            "loss: mse compares numbers, and the labels of text, shards and synthetic data are token ids; leave it "
+            "out, or give data.dataset"
+        )
+    if data.synthetic and data.shards is None and data.text_path is None:
+        yield from _too_little_synthetic(data)
     if not data.validation_fraction and (problem := needs_held_out_data(config)) is not None:
         yield problem
+
+
+def _too_little_synthetic(data: DataConfig) -> Iterator[str]:
+    assert data.block_size is not None, "it is resolved"
+    samples = data.num_tokens // data.block_size
+    held_out = max(1, int(samples * data.validation_fraction)) if data.validation_fraction else 0
+    needed = data.micro_batch_size if data.drop_last else 1
+    if samples - held_out < needed:
+        yield (
+            f"data.num_tokens: {data.num_tokens} tokens are {samples} blocks of {data.block_size}, of which {held_out} "
+            f"are held out (data.validation_fraction), and training needs at least {needed}; use more tokens, or a "
+            "smaller data.block_size or data.micro_batch_size"
+        )
 
 
 NO_SOURCE = "data: no source; give data.shards, data.text_path or data.dataset, or set data.synthetic: true"

@@ -355,7 +355,7 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = Field(default=1e-8, description="AdamW's term in the denominator.")
     weight_decay: NonNegativeFloat = Field(default=0.1, description="Decoupled weight decay.")
     decay_1d: bool = Field(default=False, description="Decay norms and biases too, not only matrices.")
-    fused: bool | None = Field(default=None, description="Fused AdamW kernel. Null: where the device has it.")
+    fused: bool | None = Field(default=None, description="Fused AdamW kernel. Null: wherever torch has it.")
     grad_clip: PositiveFloat | None = Field(
         default=None, description="Largest global gradient norm; null does not clip."
     )

@@ -224,6 +224,7 @@ def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Sourc
         return _Source(dataset, tokenizer=dataset.shards.tokenizer)
     if data.text_path is not None:
         path = Path(data.text_path)
+        check_text_file(path)
         if tokenizer is None:
             tokenizer = _tokenizer_of_text(data, path)
         _check_vocabulary(tokenizer, str(path), vocab_size)

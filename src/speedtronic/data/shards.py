@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from speedtronic.data.file_array import MOST_RESIDENT, FileArray, UnsignedArray, array_in_file
 from speedtronic.data.tokenizers.base import Tokenizer, spec_fingerprint
 from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
+from speedtronic.durable.files import where_looked
 from speedtronic.errors import DataError
 
 # ---------------------------------------------------------------------- the format
@@ -312,7 +313,7 @@ def _read_index(folder: Path) -> ShardIndex:
     if not folder.exists():
         raise DataError(
             f"{folder}: no prepared data here; make it with {prepare}, or with your own files and folders in "
-            f"place of `--source python-stdlib`"
+            f"place of `--source python-stdlib`{where_looked(folder)}"
         )
     path = folder / INDEX
     if not path.is_file():

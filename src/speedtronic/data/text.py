@@ -14,6 +14,7 @@ import numpy.typing as npt
 from speedtronic.data.file_array import MOST_RESIDENT, FileArray, UnsignedArray, array_in_file
 from speedtronic.data.tokenizers.base import LONGEST_CHARACTER
 from speedtronic.data.tokenizers.chars import CharTokenizer
+from speedtronic.durable.files import where_looked
 from speedtronic.errors import DataError
 
 CHECKED_BEFORE_TRAINING = 64 * 2**20
@@ -30,7 +31,7 @@ def check_text_file(path: Path) -> int:
             f"{path}: is a folder, not a text file; `speedtronic data prepare {path} --out DIR` reads folders"
         )
     if not path.exists():
-        raise DataError(f"{path}: no such text file")
+        raise DataError(f"{path}: no such text file{where_looked(path)}")
     if not path.is_file():
         raise DataError(f"{path}: not a regular file, so it cannot be read at any position")
     if not os.access(path, os.R_OK):

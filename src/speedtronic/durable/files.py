@@ -118,6 +118,16 @@ class FileRecord(NamedTuple):
 # ---------------------------------------------------------------------- writing
 
 
+def where_looked(path: Path) -> str:
+    """What a message about a missing `path` ends with: where a relative one leads, and what to do. Else nothing."""
+    if path.is_absolute():
+        return ""
+    return (
+        f"; looked for {path.absolute()}, since a relative path begins in the folder where the command runs: run it "
+        "in the right folder, or give the whole path"
+    )
+
+
 def temporary_prefix(path: Path, purpose: str = "") -> str:
     """The beginning of all temporary names that this host gives beside `path`."""
     host = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()

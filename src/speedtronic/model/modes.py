@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 from speedtronic.model.wrappers import innermost
@@ -16,6 +18,8 @@ class PartsSetApart:
     Such as a frozen backbone, whose batch norms keep their statistics and whose dropout is off. They stay in evaluation
     mode when the model is trained, and also when the whole model was in evaluation mode in between. A model that was
     never seen otherwise than in evaluation mode, as some libraries load theirs, has no part set apart.
+
+    A module of `torch.jit.trace` has the mode in which it was traced, whatever is set later. That is told at once.
 
     Args:
         model: the module, also inside one that torch wrapped around it.
@@ -30,6 +34,7 @@ class PartsSetApart:
         self._apart: dict[str, nn.Module] = {}
         self._told: str | None = None
         self._look()
+        self._tell_of_traces()
 
     def train(self) -> None:
         """Put the model in training mode, by its own `train()`, and keep in evaluation mode what is set apart."""
@@ -60,6 +65,25 @@ class PartsSetApart:
             return set()
         return {name for name, module in modules.items() if module.training}
 
+    def _tell_of_traces(self) -> None:
+        seen: list[str] = []
+        for name, module in innermost(self._model).named_modules():
+            if not isinstance(module, torch.jit.ScriptModule) or any(name.startswith(outer) for outer in seen):
+                continue
+            seen.append(f"{name}." if name else "")
+            what = name or "the model"
+            if operations := _fixed_modes(module, training=True):
+                self._warn(
+                    f"{what} was traced in training mode and keeps it ({operations}), so that an evaluation measures "
+                    "the loss of training mode; use the module itself, or torch.jit.script, which has both modes"
+                )
+            if operations := _fixed_modes(module, training=False):
+                trained = any(p.requires_grad for p in module.parameters())
+                (self._warn if trained else self._inform)(
+                    f"{what} was traced in evaluation mode and keeps it ({operations}) while the rest is trained"
+                    + ("; if that is not meant, use the module itself, or torch.jit.script" if trained else "")
+                )
+
     def _tell(self, message: str, tell: Callable[[str], None]) -> None:
         if message != self._told:
             self._told = message
@@ -71,6 +95,34 @@ def _outermost(names: Iterable[str]) -> str:
     given = set(names)
     outer = sorted(name for name in given if not any(name.startswith(f"{other}.") for other in given))
     return ", ".join(outer[:4]) + (f" and {len(outer) - 4} more parts" if len(outer) > 4 else "")
+
+
+def _fixed_modes(module: Any, *, training: bool) -> str:
+    """The kinds of operations in a scripted or traced module that are in this mode for good, as text."""
+    try:
+        graph = module.inlined_graph
+    except (AttributeError, RuntimeError):  # no forward of its own
+        return ""
+    return ", ".join(sorted({name for name, fixed in _modes_in(graph) if fixed is training}))
+
+
+def _modes_in(block: Any) -> Iterator[tuple[str, bool]]:
+    """Each operation that acts differently in training, and its mode where that is a constant in the graph."""
+    for node in block.nodes():
+        for inner in node.blocks():
+            yield from _modes_in(inner)
+        if "train" not in node.schema():
+            continue
+        arguments = zip(torch._C.parse_schema(node.schema()).arguments, node.inputs(), strict=True)
+        values = {argument.name: value for argument, value in arguments}
+        # Without dropout, and without running statistics, an operation acts alike in both modes.
+        constants = {name: value.toIValue() for name, value in values.items()}
+        no_statistics = "running_mean" in values and values["running_mean"].type().kind() == "NoneType"
+        if 0.0 in (constants.get("p"), constants.get("dropout")) or no_statistics:
+            continue
+        for name in ("train", "training"):
+            if isinstance(mode := constants.get(name), bool):
+                yield node.kind().removeprefix("aten::"), mode
 
 
 @contextmanager

@@ -35,6 +35,8 @@ NORM_EPS = 1e-5
 INIT_STD = 0.02
 # Multiplier and modulus of a well-known random number generator (Park & Miller 1988). Their product fits int64.
 _HASH_FACTOR, _HASH_MODULUS = 48271, 2**31 - 1
+# With fewer rows, a product of matrices takes about as long as reading the weights does.
+_MANY_ROWS = 16
 
 
 class ModelOutput(TypedDict):
@@ -44,6 +46,24 @@ class ModelOutput(TypedDict):
     """`(B, T, V)`, in the compute dtype."""
     loss: Tensor | None
     """Scalar mean cross-entropy in nats per token; `None` without labels."""
+
+
+@dataclass
+class KeyValueCache:
+    """What attention keeps of the tokens so far, so that the next one needs no second look at them.
+
+    Attributes:
+        keys, values: `(layers, B, K, length, E)`.
+        ids: the tokens, `(B, length)`.
+        mask: bool `(B, length)`, false for padding; None where there is none.
+        length: how many positions are filled.
+    """
+
+    keys: Tensor
+    values: Tensor
+    ids: Tensor
+    mask: Tensor | None = None
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -241,9 +261,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """Tables of the positions `0 … length - 1` for `apply_rotary`: two float32 tensors `(T, 1, E)`."""
-        return self.cos[:length], self.sin[:length]
+    def forward(self, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Tables of T = `length` positions from `start` on, for `apply_rotary`: two float32 tensors `(T, 1, E)`."""
+        return self.cos[start : start + length], self.sin[start : start + length]
 
     def extra_repr(self) -> str:
         return f"{self.head_size}, max_seq_len={self.max_seq_len}, base={self.base}"
@@ -280,10 +300,12 @@ def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
     """`torch.cat([projection(x) for projection in projections], -1)`, as one matrix product where that is the same.
 
     The weights stay separate parameters, and each call concatenates them: that copy costs little compared to the
-    product. If any projection is not a plain `nn.Linear`, each is called on its own: one that was replaced, that has
-    hooks, its own forward, or another kind of weight, such as a quantised one. So it is with hooks on all modules.
+    product, unless there are only a few rows, as in generation. Then each is called on its own, and also if any is not
+    a plain `nn.Linear`: one that was replaced, that has hooks, its own forward, or another kind of weight, such as a
+    quantised one. So it is with hooks on all modules.
     """
-    if not all(_is_plain(projection) for projection in projections):
+    few_rows = not torch.is_grad_enabled() and x.numel() < _MANY_ROWS * x.size(-1)
+    if few_rows or not all(_is_plain(projection) for projection in projections):
         return torch.cat([projection(x) for projection in projections], -1)
     return F.linear(x, torch.cat([cast(nn.Linear, projection).weight for projection in projections]))
 
@@ -320,14 +342,22 @@ class CausalSelfAttention(nn.Module):
         self.qk_norm = config.qk_norm
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], allowed: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        allowed: Tensor | None = None,
+        past: tuple[Tensor, Tensor, int] | None = None,
+    ) -> Tensor:
         """Attend.
 
         Args:
             x: `(B, T, D)`.
             rotary: cosine and sine tables for T positions, from `RotaryEmbedding`.
-            allowed: bool, broadcastable to `(B, H, T, T)`: which key (last) each query may see, causality
+            allowed: bool, broadcastable to `(B, H, T, S)`: which of the S keys (last) each query may see, causality
                 included. `None` is plain causal attention, which is faster.
+            past: this layer's part of a `KeyValueCache` and how many positions are in it, P. The keys and values of x
+                are written behind them. S = P + T; without it, S = T.
 
         Returns:
             `(B, T, D)`.
@@ -342,13 +372,19 @@ class CausalSelfAttention(nn.Module):
             query_key = unit_rms(query_key)
         query, key = torch.split(apply_rotary(query_key, *rotary), [self.n_head, self.n_kv_head], 2)
         # torch wants the heads before the positions: (B, H, T, E).
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if past is not None:
+            keys, values, known = past
+            keys[:, :, known : known + length] = key
+            values[:, :, known : known + length] = value
+            key, value = keys[:, :, : known + length], values[:, :, : known + length]
         mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            query,
+            key,
+            value,
             attn_mask=allowed,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=allowed is None,
+            is_causal=allowed is None and length > 1,  # a single query sees every key there is
             enable_gqa=self.n_kv_head != self.n_head,
         )
         # Put the heads side by side again: (B, T, D).
@@ -426,15 +462,27 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.gradient_checkpointing = False
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], allowed: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        allowed: Tensor | None = None,
+        past: tuple[Tensor, Tensor, int] | None = None,
+    ) -> Tensor:
         """`(B, T, D)` to `(B, T, D)`; arguments as in `CausalSelfAttention.forward`."""
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(self._layer, x, rotary, allowed, use_reentrant=False)
+            recomputed: Tensor = checkpoint(self._layer, x, rotary, allowed, past, use_reentrant=False)
             return recomputed
-        return self._layer(x, rotary, allowed)
+        return self._layer(x, rotary, allowed, past)
 
-    def _layer(self, x: Tensor, rotary: tuple[Tensor, Tensor], allowed: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotary, allowed))
+    def _layer(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        allowed: Tensor | None,
+        past: tuple[Tensor, Tensor, int] | None,
+    ) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotary, allowed, past))
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 
@@ -480,6 +528,7 @@ class ReferenceTransformer(nn.Module):
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> ModelOutput:
         """Predict the next token at every position.
 
@@ -491,10 +540,17 @@ class ReferenceTransformer(nn.Module):
             document_ids: integer `(B, T)`; a position sees only positions with the same id. So several documents in one
                 sequence give the same result as each one alone. Rotary positions are relative, so they need not start
                 over with each document.
+            cache: from `make_cache`; the tokens come after those that are in it, and are added to it. The logits are
+                those of the last position, `(B, 1, V)`. Takes no labels and no documents. A mask may hide padding on
+                the left, in the call that fills an empty cache.
 
         Raises:
             ValueError: a shape does not fit, or the sequence is too long.
         """
+        if cache is not None:
+            if labels is not None or document_ids is not None:
+                raise ValueError("a cache is for generation: it takes neither labels nor document_ids")
+            return {"logits": self._continue(input_ids, attention_mask, cache), "loss": None}
         self._check_input(input_ids, attention_mask, document_ids)
         rotary = self.rotary(input_ids.size(1))
         allowed = _allowed(attention_mask, document_ids)
@@ -509,6 +565,55 @@ class ReferenceTransformer(nn.Module):
         # To the vocabulary: (B, T, D) to (B, T, V).
         logits: Tensor = self.lm_head(self.transformer["norm"](x))
         return {"logits": logits, "loss": None if labels is None else causal_cross_entropy(logits, labels)}
+
+    def make_cache(self, batch_size: int, length: int) -> KeyValueCache:
+        """An empty cache for `batch_size` sequences of at most `length` tokens, on the model's device."""
+        weight = self.lm_head.weight
+        keys = torch.zeros(
+            (2, self.config.n_layer, batch_size, self.config.kv_heads, length, self.config.head_size),
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        return KeyValueCache(
+            keys[0], keys[1], torch.zeros((batch_size, length), dtype=torch.int64, device=weight.device)
+        )
+
+    def _continue(self, input_ids: Tensor, attention_mask: Tensor | None, cache: KeyValueCache) -> Tensor:
+        """The logits `(B, 1, V)` of the last of some tokens that follow those of the cache."""
+        known, length = cache.length, input_ids.size(1)
+        longest = min(self.config.block_size, cache.ids.size(1))
+        if input_ids.ndim != 2 or input_ids.size(0) != cache.ids.size(0) or known + length > longest:
+            raise ValueError(
+                f"input_ids of shape {tuple(input_ids.shape)} do not fit behind {known} tokens in a cache for "
+                f"{tuple(cache.ids.shape)} and max_seq_len {self.config.block_size}"
+            )
+        cache.ids[:, known : known + length] = input_ids
+        if attention_mask is not None:
+            if known:
+                raise ValueError("a mask is for the call that fills an empty cache")
+            cache.mask = torch.ones_like(cache.ids, dtype=torch.bool)
+            cache.mask[:, :length] = attention_mask.bool()
+        mask = None if cache.mask is None else cache.mask[:, : known + length]
+        allowed = None
+        if mask is not None or (known and length > 1):
+            seen = _allowed(torch.ones_like(cache.ids[:, : known + length]) if mask is None else mask, None)
+            allowed = None if seen is None else seen[:, :, known:]
+
+        x = self.transformer["wte"](input_ids)
+        if self.config.ngram_order > 1:
+            # The runs that end here begin up to n - 1 tokens before.
+            first = max(0, known + 1 - self.config.ngram_order)
+            runs = self.transformer["ngrams"](
+                cache.ids[:, first : known + length], None if mask is None else mask[:, first:], None
+            )
+            x = x + runs[:, known - first :]
+        x = self.transformer["drop"](x)
+        rotary = self.rotary(length, known)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotary, allowed, (cache.keys[layer], cache.values[layer], known))
+        cache.length = known + length
+        logits: Tensor = self.lm_head(self.transformer["norm"](x[:, -1:]))
+        return logits
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -17,7 +17,7 @@ from speedtronic.optimizers.adamw import COMPILED_FROM, CautiousAdamW
 from speedtronic.optimizers.hybrid import HybridOptimizer
 from speedtronic.optimizers.routing import route_parameters
 from speedtronic.optimizers.without_dynamo import AdamW
-from speedtronic.precision import supports_fused_adamw
+from speedtronic.precision import runs_fused_adamw, supports_fused_adamw
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +30,10 @@ def build_adamw(
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv 1711.05101) over all trainable parameters of `model`; with `config.cautious` `CautiousAdamW`.
 
-    If `config.fused` is null, `supports_fused_adamw(device)` decides, but a complex parameter rules the fused kernel
-    out. If torch refuses the fused kernel, the ordinary one is used, and a warning in the log says so. The same holds
-    for a `compiled` cautious step that does not compile on this machine.
+    If `config.fused` is null, the fused kernel is used wherever torch has it: `supports_fused_adamw(device)` says so,
+    or a step that is tried (`runs_fused_adamw`). A complex parameter rules it out. If torch refuses the fused kernel,
+    the ordinary one is used, and a warning in the log says so. The same holds for a `compiled` cautious step that does
+    not compile on this machine.
 
     Raises:
         ConfigError: nothing in the model is trainable.
@@ -197,9 +198,11 @@ def _fused_where_possible(
     """Construct with `fused=True` if it is asked for or available. If not, or if that fails, construct without."""
     fused = config.fused
     if fused is None:
-        # torch constructs the fused optimizer for complex parameters too, but its first step fails.
-        real = all(parameter.is_floating_point() for group in groups for parameter in group["params"])
-        fused = real and supports_fused_adamw(device)
+        # The seed's probe knows CUDA. torch constructs the fused optimizer for parameters too whose first step fails,
+        # such as complex ones, so elsewhere a step is tried, with a parameter of each dtype.
+        dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+        real = all(dtype.is_floating_point for dtype in dtypes)
+        fused = real and (supports_fused_adamw(device) or runs_fused_adamw(device, dtypes))
     if fused:
         try:
             return construct(fused=True)

@@ -20,16 +20,33 @@ from speedtronic.trainer.loss import LossFunction, doubt_about, resolve_loss
 
 
 class Once:
-    """Passes the first warning of each kind on, and drops the others."""
+    """Passes the first warning of each kind on, and drops the others.
+
+    Whether one is due may be known on the device alone. Then it waits for `settle`, and nothing is read before.
+    """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._said: set[str] = set()
+        self._waiting: dict[str, tuple[str, Tensor]] = {}
 
-    def __call__(self, kind: str, message: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._warn(message)
+    def __call__(self, kind: str, message: str, when: Tensor | None = None) -> None:
+        """Warn now, or where `when`, a 0-dim bool tensor, turns out to be true."""
+        if kind in self._said:
+            return
+        if when is not None:
+            first, before = self._waiting.get(kind, (message, when))
+            self._waiting[kind] = first, before | when
+            return
+        self._said.add(kind)
+        self._warn(message)
+
+    def settle(self) -> None:
+        """Read from the device which of the waiting warnings are due, and pass these on."""
+        waiting, self._waiting = self._waiting, {}
+        for kind, (message, when) in waiting.items():
+            if when.item():
+                self(kind, message)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
@@ -80,10 +97,9 @@ def batch_size_and_tokens(
 
 
 def _are_ids(counted: Tensor) -> bool:
-    """Whether a tensor without a name holds ids of tokens, and not features or pixels."""
-    if counted.dtype is torch.uint8:
-        return counted.ndim <= 2
-    return not (counted.is_floating_point() or counted.is_complex() or counted.dtype is torch.bool)
+    """Whether a tensor without a name holds ids of tokens (B, T), and not features, or pixels of any dtype."""
+    numbers = counted.is_floating_point() or counted.is_complex() or counted.dtype is torch.bool
+    return counted.ndim <= 2 and not numbers
 
 
 def _count_any(batch: Any, once: Callable[[str, str], None]) -> tuple[int, int]:
@@ -134,7 +150,7 @@ class Forward:
         model: the module that is trained. What it gets is decided by the signature of its `forward`: of a module
             inside one that torch made around it (compiled, data-parallel), and of a scripted or traced one too.
         loss_fn: `loss_fn(output, batch)`, or None for the rules of `resolve_loss`.
-        warn: called once with what the rules had to guess about the model's output.
+        warn: called once with what the rules had to guess about the model's output; `settle` may call it too.
     """
 
     def __init__(
@@ -191,6 +207,10 @@ class Forward:
             if self._takes_any_key and (unnamed := [str(key) for key in keywords if key not in self._names]):
                 error.add_note(f"{self._title} was also given columns of the batch that it does not name: {unnamed}")
             raise
+
+    def settle(self) -> None:
+        """Say what only the device knew of the outputs so far. It is read where there may be something to say."""
+        self._once.settle()
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(batch, Mapping):

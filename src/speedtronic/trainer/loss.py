@@ -6,7 +6,8 @@ The data contract: labels are next-token aligned, one per position, and an integ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from itertools import permutations
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,13 @@ from speedtronic.model import IGNORE_INDEX, causal_cross_entropy
 from speedtronic.registry import import_factory
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Warn(Protocol):
+    """Is told of a kind of guess, and what it was; only where `when`, a 0-dim bool tensor, is true, if it is given."""
+
+    def __call__(self, kind: str, message: str, when: Tensor | None = None) -> None: ...
+
 
 # The dtypes that can hold -100. In any other every label is a target: also the float -100.0, which is a number to
 # predict, and the unsigned 156, which torch takes for equal to -100.
@@ -38,9 +46,7 @@ def batch_labels(batch: Any) -> Tensor | None:
     return labels if isinstance(labels, Tensor) else None
 
 
-def resolve_loss(
-    output: Any, batch: Any, loss_fn: LossFunction | None = None, *, warn: Callable[[str, str], None] | None = None
-) -> Tensor:
+def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *, warn: Warn | None = None) -> Tensor:
     """Return the scalar loss of a micro batch.
 
     With `loss_fn`, that is `loss_fn(output, batch)`. Otherwise:
@@ -51,7 +57,8 @@ def resolve_loss(
       when the labels fit.
 
     A loss that is not a scalar is averaged: over the labels that are not -100 where it has one value for each integer
-    label, else over all its values, which `warn(kind, message)` is told of where these may be values of tokens.
+    label, in the order of the labels or with their dimensions in another order, such as (T, B); else over all its
+    values. `warn` is told where this may not be meant.
 
     Raises:
         ModelError: no rule finds a loss in `output`.
@@ -64,33 +71,69 @@ def resolve_loss(
     if loss.ndim == 0:
         return loss
     labels = batch_labels(batch)
-    if labels is None or labels.dtype not in _SIGNED or not _one_value_per_label(loss, labels):
-        # One value for each sample is a mean of its own; more than that are values of tokens. `doubt_about` is for a
-        # tensor that the model returned as it is.
-        meant_as_loss = loss_fn is not None or isinstance(output, Mapping)
-        of_tokens = labels is not None and labels.ndim > 1 and loss.numel() > labels.shape[0]
-        if warn is not None and labels is not None and meant_as_loss and of_tokens:
-            warn(
-                "mean of a loss",
-                f"the loss has shape {tuple(loss.shape)} and the labels {tuple(labels.shape)}, so it is averaged over "
-                f"all its values, those of labels of {IGNORE_INDEX} too; return a scalar, or one value for each label",
-            )
-        return loss.mean()
-    targets = (labels != IGNORE_INDEX).reshape(loss.shape)
+    orders = [] if labels is None or labels.dtype not in _SIGNED else _orders(loss, labels != IGNORE_INDEX)
+    if orders:
+        return _mean_over_targets(loss, orders, warn)
+    # One value for each sample is a mean of its own; more than that are values of tokens. `doubt_about` is for a
+    # tensor that the model returned as it is.
+    meant_as_loss = loss_fn is not None or isinstance(output, Mapping)
+    of_tokens = labels is not None and labels.ndim > 1 and loss.numel() > labels.shape[0]
+    if warn is not None and labels is not None and meant_as_loss and of_tokens:
+        warn(
+            "mean of a loss",
+            f"the loss has shape {tuple(loss.shape)} and the labels {tuple(labels.shape)}, so it is averaged over "
+            f"all its values, those of labels of {IGNORE_INDEX} too; return a scalar, or one value for each label",
+        )
+    return loss.mean()
+
+
+def _orders(loss: Tensor, targets: Tensor) -> list[Tensor]:
+    """Where the targets may be in a loss with one value for each label: masks in the loss's shape.
+
+    The dimensions of the labels come first in their own order, then in each other one that has the loss's shape too,
+    but for dimensions of 1. A loss that is one row may have any of them. The list is empty where the loss is none of
+    each label.
+    """
+    if loss.numel() != targets.numel():
+        return []
+    targets, sizes = targets.squeeze(), loss.squeeze().shape
+    moved = (targets.permute(order) for order in permutations(range(targets.ndim)))
+    return [mask.reshape(loss.shape) for mask in moved if loss.ndim == 1 or mask.shape == sizes]
+
+
+def _mean_over_targets(loss: Tensor, orders: list[Tensor], warn: Warn | None) -> Tensor:
+    """The mean of one value for each label over the targets. `orders` are the masks that these may have.
+
+    The shape does not tell (T, B) from (B, T) where T = B, nor in one row. The zeros that cross-entropy has at ignored
+    labels do: where they lie in another order, the sum of all values is that of the targets. Nothing is read from the
+    device for it.
+    """
+    targets, *others = orders
     # A sum of half-precision values may be beyond their range.
     wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
-    return wide.masked_fill(~targets, 0.0).sum() / targets.sum().clamp(min=1)
-
-
-def _one_value_per_label(loss: Tensor, labels: Tensor) -> bool:
-    """Whether a loss has the shape of the labels, but for dimensions of 1, or is in their order as one row."""
-    if loss.numel() != labels.numel():
-        return False
-    return loss.ndim == 1 or _without_ones(loss) == _without_ones(labels)
-
-
-def _without_ones(tensor: Tensor) -> list[int]:
-    return [size for size in tensor.shape if size != 1]
+    counted = targets
+    if others:
+        values = loss.detach() != 0
+        own, *fits = [~(values & ~mask).any() for mask in orders]
+        moved = ~own & torch.stack(fits).any()
+        counted = targets | moved
+        if warn is not None:
+            matters = torch.stack([(mask != targets).any() for mask in others]).any()
+            shape = f"the loss has one value for each label, in the shape {tuple(loss.shape)}, and "
+            warn(
+                "order of a loss",
+                f"{shape}its zeros are where labels of {IGNORE_INDEX} lie with their dimensions in another order, as "
+                "in (T, B) for (B, T): it is averaged over the other labels; return it in the order of the labels",
+                moved,
+            )
+            warn(
+                "order of a loss in doubt",
+                f"{shape}it is not 0 at all labels of {IGNORE_INDEX}, so that it may be in another order than the "
+                "labels: their own order, as in (B, T), is assumed. Return a scalar, or 0 for these labels, as "
+                'cross_entropy(…, ignore_index=-100, reduction="none") does',
+                ~own & ~moved & matters,
+            )
+    return wide.masked_fill(~counted, 0.0).sum() / targets.sum().clamp(min=1)
 
 
 def _infer_loss(output: Any, batch: Any) -> Tensor:
@@ -158,9 +201,8 @@ def doubt_about(output: Any, batch: Any) -> str | None:
     if not isinstance(first, Tensor) or first.ndim == 0 or (first.ndim > 1 and first is not output):
         return None
     labels = batch_labels(batch)
-    per_label = labels is not None and _one_value_per_label(first, labels)
     floating = labels is not None and labels.is_floating_point()
-    if first.ndim == 1 and not (per_label and floating):
+    if first.ndim == 1 and not (labels is not None and floating and first.numel() == labels.numel()):
         return None
     if labels is not None and first.shape == labels.shape and not floating:
         return None
@@ -231,6 +273,10 @@ def _mean_squared_error(output: Any, batch: Any) -> Tensor:
         )
     wide = torch.promote_types(prediction.dtype, torch.float32)
     return F.mse_loss(prediction.to(wide), labels.reshape(prediction.shape).to(wide))
+
+
+def _without_ones(tensor: Tensor) -> list[int]:
+    return [size for size in tensor.shape if size != 1]
 
 
 def _prediction(output: Any, name: str) -> Tensor:

@@ -33,8 +33,8 @@ class NonFiniteGuard:
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         self._policy = policy
-        self._buffers = _running_statistics(model) if model is not None and policy != "ignore" else []
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._buffers = running_statistics(model) if model is not None and policy != "ignore" else []
+        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._optimizer = optimizer
         self._takes_verdict = bool(vars(optimizer).get("_step_supports_amp_scaling", False))
         self._bad: Tensor | None = None
@@ -42,13 +42,26 @@ class NonFiniteGuard:
 
     def keep_buffers(self) -> None:
         """Copy the buffers, before the forward passes of an update."""
-        buffers = [owner._buffers[name] for owner, name in self._buffers]
-        self._kept = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
+        self._kept = [
+            (owner, name, buffer, buffer.clone())
+            for _, owner, name in self._buffers
+            if (buffer := owner._buffers[name]) is not None
+        ]
 
     def put_buffers_back(self, bad: Tensor | None = None) -> None:
         """Put the copies back where `bad` is 1.0; always, where it is None."""
-        for buffer, kept in self._kept:
-            buffer.copy_(kept if bad is None else torch.where(bad > 0, kept, buffer))
+        for owner, name, buffer, kept in self._kept:
+            now = owner._buffers[name]
+            if bad is None:
+                buffer.copy_(kept)
+            elif now is not None and now.shape == kept.shape:
+                buffer.copy_(torch.where(bad > 0, kept, now.detach()))
+            elif bool(bad > 0):  # of a tensor with another shape, only the host can decide
+                buffer.copy_(kept)
+            else:
+                continue
+            if now is not buffer:  # a forward pass has put another tensor in its place
+                setattr(owner, name, buffer)
 
     def inspect(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Return 1.0 where this update must not be applied, else 0.0: a 0-dim float32 tensor on the device."""
@@ -88,17 +101,18 @@ def nonfinite_error(step: int, *, loss: float, norm: float) -> NonFiniteError:
     )
 
 
-def _running_statistics(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The owners and names of the buffers that a checkpoint holds and a forward pass may write: averages and counts.
+def running_statistics(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The buffers that a checkpoint holds and a forward pass may write: averages and counts.
 
-    A tensor of many integers is left out: those are quantised weights, which no forward pass writes.
+    Each as its full name, its owner, and its name there. A tensor of many integers is left out: those are quantised
+    weights, which no forward pass writes.
     """
     saved = model.state_dict()
     return [
-        (module, name)
+        (full_name, module, name)
         for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
-        if f"{path}.{name}".removeprefix(".") in saved
+        if (full_name := f"{path}.{name}".removeprefix(".")) in saved
         and buffer is not None
         and (buffer.is_floating_point() or buffer.ndim == 0)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.errors import InputError, ScalerOverflowError
+from speedtronic.errors import InputError, ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
@@ -21,6 +22,9 @@ from speedtronic.trainer.nonfinite import NonFiniteGuard
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row
 # multiplies its loss by less than 2⁻⁴⁸ and will not recover.
 MAX_CONSECUTIVE_OVERFLOWS = 64
+
+# What torch says of the fused attention kernels of each device. No forward pass can know that it will be asked for.
+_NO_SECOND_DERIVATIVE = re.compile(r"derivative for aten::_scaled_dot_product_\w+ is not implemented")
 
 
 class Outcome(NamedTuple):
@@ -50,7 +54,7 @@ class Updater:
         optimizer: applies the updates. Its `step` is looked up each time, so that it can be wrapped.
         scaler: scales losses under float16; disabled otherwise.
         config: how the loss is normalised, gradients are clipped, and updates that are not finite are treated.
-        logger: receives the event of an overflow.
+        logger: receives the event of an overflow, and is told of parameters that nothing trains.
     """
 
     def __init__(
@@ -79,16 +83,46 @@ class Updater:
         self._logger = logger
         self._scale = scaler.get_scale() if scaler.is_enabled() else 1.0
         self._overflows = 0
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._not_owned = [(name, p) for name, p in unwrapped(model).named_parameters() if id(p) not in owned]
+        self._named: set[str] = set()
+        self._clear()  # what was left from before
 
     def run(self, batches: Sequence[Any], step: int) -> Outcome:
         """Run the update that makes global step `step`.
 
         Raises:
+            ModelError: the loss needs a second derivative that attention does not have.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
         """
         self.guard.keep_buffers()
         loss = self._backward(batches)
         return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients of the optimizer and of the model, and warn of parameters that nothing trains.
+
+        These have a gradient, and the optimizer does not have them: such as a layer that was frozen when the optimizer
+        was built, and no longer is. Each is named once.
+        """
+        untrained = [name for name in self._clear() if name not in self._named]
+        if untrained:
+            self._named.update(untrained)
+            more = f" and {len(untrained) - 4} more" if len(untrained) > 4 else ""
+            self._logger.warning(
+                f"not trained, although gradients are computed for them: {', '.join(untrained[:4])}{more}. The "
+                "optimizer does not have these parameters, as it has none that are frozen when it is built: build it "
+                "before they are frozen, or add them with optimizer.add_param_group; or freeze them, to save the work"
+            )
+
+    def _clear(self) -> list[str]:
+        """Clear all gradients, and return the names of the parameters that had one and are not the optimizer's."""
+        # What has been added to the optimizer since is cleared by it.
+        self._optimizer.zero_grad(set_to_none=True)
+        with_gradient = [(name, p) for name, p in self._not_owned if p.grad is not None]
+        for _, parameter in with_gradient:
+            parameter.grad = None
+        return [name for name, _ in with_gradient]
 
     def _backward(self, batches: Sequence[Any]) -> Tensor:
         """Accumulate the gradients of the update; if compiled code fails, once more without it."""
@@ -104,7 +138,7 @@ class Updater:
         # Rewind what the failed attempt moved: random numbers, running statistics and the gradients so far.
         restore_rng_state(rng)
         self.guard.put_buffers_back()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear()
         return self._accumulate(self._model, batches)
 
     def _accumulate(self, model: Callable[..., Any], batches: Sequence[Any]) -> Tensor:
@@ -112,9 +146,18 @@ class Updater:
             divisors = token_divisors(batches, self._group)
         else:
             divisors = micro_batch_divisors(len(batches), self._group)
-        return accumulate(
-            lambda batch: self._forward(model, self._move_batch(batch)), batches, divisors, scaler=self.scaler
-        )
+        try:
+            return accumulate(
+                lambda batch: self._forward(model, self._move_batch(batch)), batches, divisors, scaler=self.scaler
+            )
+        except RuntimeError as error:
+            if _NO_SECOND_DERIVATIVE.search(str(error)) is None:
+                raise
+            raise ModelError(
+                "the loss needs a second derivative, as a penalty on gradients does, and the attention kernel that "
+                "torch has chosen has none; let torch take the one that has: call fit(), or the model in your loss, "
+                "inside `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`"
+            ) from error
 
     def _guarded_update(self, loss: Tensor) -> Outcome:
         """Apply the update unless it is not finite."""

@@ -41,6 +41,7 @@ from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
 from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
+from speedtronic.trainer.unused import unused_keys
 
 
 class Trainer:
@@ -53,7 +54,8 @@ class Trainer:
         optimizer: any `torch.optim.Optimizer` over its parameters.
         dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
         device: where to train; "auto" chooses CUDA, then MPS, then the CPU.
-        config: a `SpeedtronicConfig`, or a dict of one; the defaults without it.
+        config: a `SpeedtronicConfig`, or a dict of one; the defaults without it. A warning names the keys that nothing
+            acts on, such as `eval.every_steps` without an evaluator.
         scheduler: advanced once per global step.
         precision: a resolved plan; from `config.precision` without it.
         logger: receives all events; one that prints to the terminal without it.
@@ -126,6 +128,10 @@ class Trainer:
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
+        parts = dict[str, Any](optimizer=optimizer, scheduler=scheduler, evaluator=evaluator, logger=logger)
+        parts |= {"checkpoint_manager": checkpoint_manager, "coordinator": coordinator, "loss_fn": loss_fn}
+        for problem in unused_keys(self.config, parts | {"callbacks": callbacks or None}):
+            self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:
             evaluator.loss_fn = loss_fn
@@ -213,7 +219,6 @@ class Trainer:
             batch = self._move_batch(self._state.batches.peek())
             initialize(self.model, lambda: self._forward.call(self.model, batch))
         scaler = self._state.new_scaler(self.precision)
-        self.optimizer.zero_grad(set_to_none=True)
         saver = None
         if manager is not None and manager.enabled:
             # A state that a checkpoint cannot hold is an error now, and not at the first save hours later.
@@ -314,7 +319,7 @@ class Trainer:
             # The host knows already, so the run ends here and not at the next log.
             self._settle()
             self._refuse(self.step + 1, loss.item(), norm.item())
-        self.optimizer.zero_grad(set_to_none=True)
+        fit.updater.clear_gradients()
         if not applied:
             return False
         # The update is done. Advance the schedule, the step, the coordinator and the average of the weights.
@@ -379,6 +384,8 @@ class Trainer:
             self._report(self._fit, self._fit.readback.drain())
 
     def _report(self, fit: Fit, arrived: list[Numbers]) -> None:
+        if arrived:
+            self._forward.settle()
         for numbers in arrived:
             if numbers.bad:
                 self._refuse(numbers.update.step, numbers.loss, numbers.grad_norm)
@@ -442,19 +449,13 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs, as a tree that a `CheckpointManager` can save."""
         self._settle()
-        fit = self._fit
+        fit, callbacks = self._fit, self._callbacks.state_dict()
         if fit is None:
-            return self._state.tree(
-                self,
-                scaler=self._state.scaler,
-                callbacks=self._callbacks.state_dict(),
-                loss=None,
-                eval_loss=None,
-            )
+            return self._state.tree(self, scaler=self._state.scaler, callbacks=callbacks, loss=None, eval_loss=None)
         return self._state.tree(
             self,
             scaler=fit.updater.scaler.state_dict(),
-            callbacks=self._callbacks.state_dict(),
+            callbacks=callbacks,
             loss=fit.reporter.final_loss,
             eval_loss=fit.between.eval_loss if fit.between.evaluated_at == self.step else None,
         )

@@ -206,6 +206,44 @@ def test_a_llama_is_no_model_with_normalised_heads() -> None:
         reference_names(normalised, config_of(GROUPED), theirs, norm_eps=NORM_EPS)
 
 
+NORMALISED = GROUPED.model_copy(update={"qk_norm": True})
+
+
+def test_a_qwen3_is_the_model_with_normalised_heads_and_its_norms_of_heads_must_be_of_ones() -> None:
+    names = build_reference_transformer(NORMALISED).state_dict()
+    ones = list(weights_of_ones(NORMALISED))
+    assert reference_model(config_of(NORMALISED), norm_eps=NORM_EPS).qk_norm
+    renamed = {**{theirs: ours for ours, theirs in to_llama(names).items()}, **dict.fromkeys(ones)}
+    assert reference_names(NORMALISED, config_of(NORMALISED), list(renamed), norm_eps=NORM_EPS) == renamed
+    with pytest.raises(CheckpointError, match="this Qwen3 computes .*\n  model.qk_norm is True there and False here"):
+        reference_names(GROUPED, config_of(NORMALISED), list(renamed), norm_eps=NORM_EPS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"head_dim": None}, None),
+        ({"layer_types": None, "sliding_window": 4096}, None),
+    ],
+)
+def test_a_qwen3_attends_to_all_that_is_before(changes: dict[str, Any], reason: str | None) -> None:
+    config = config_of(NORMALISED, **changes)
+    if reason is None:
+        reference_model(config, norm_eps=NORM_EPS)
+    else:
+        with pytest.raises(CheckpointError, match=reason):
+            reference_model(config, norm_eps=NORM_EPS)
+
+
+def test_what_a_qwen3_leaves_out_is_not_what_a_llama_leaves_out() -> None:
+    config = config_of(NORMALISED)
+    del config["head_dim"], config["num_key_value_heads"]
+    with pytest.raises(CheckpointError, match="head_dim 128 is not hidden_size 36 / num_attention_heads 6"):
+        reference_model(config, norm_eps=NORM_EPS)
+
+
 def test_a_llama_without_a_configuration_is_refused() -> None:
     theirs = list(to_llama(build_reference_transformer(GROUPED).state_dict()).values())
     with pytest.raises(CheckpointError, match="model_type is None, not 'llama'"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.data import BatchStream
@@ -82,6 +84,32 @@ def test_a_shuffled_stream_resumed_twice_has_the_same_order(make: Callable[[], A
             current.load_state_dict(state)
             got += taken(current, count)
         assert got == straight, (first, second)
+
+
+class Colliding(Holding):
+    """Sets the epoch of its stream as the library does, when every worker has seen what the epoch lacks."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self.all_have_seen = multiprocessing.get_context("fork").Barrier(workers)
+
+    def set_epoch(self, epoch: int) -> None:
+        lacks = epoch - self.rows._epoch
+        self.all_have_seen.wait(timeout=60)
+        self.rows._epoch += lacks
+
+    def __iter__(self) -> Any:
+        for row in super().__iter__():
+            yield {**row, "epoch": self.rows.epoch}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a barrier is inherited by forked workers only")
+@pytest.mark.parametrize("wrap", [lambda held: held, lambda held: ChainDataset([held])], ids=["held", "chained"])
+def test_workers_that_set_the_epoch_of_a_stream_at_once_all_read_that_epoch(wrap: Callable[[Any], Any]) -> None:
+    loader = StreamLoader(wrap(Colliding(2)), 2, num_workers=2, seed=1, multiprocessing_context="fork")
+    epochs = [{number for batch in loader for number in batch["epoch"].tolist()} for _ in range(3)]
+    loader.close()
+    assert epochs == [{0}, {1}, {2}]
 
 
 def test_a_stream_shuffled_without_a_seed_is_refused_and_not_continued_in_another_order() -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +29,38 @@ def test_the_folder_goes_with_its_block_unless_it_has_a_journal(tmp_path: Path) 
         staging.remove_journal()
     assert not staging_folder(tmp_path / "out").exists()
     assert not is_resumable(tmp_path / "out")
+
+
+def test_folders_of_an_older_version_go_when_their_process_has_ended_and_nobody_holds_the_data(tmp_path: Path) -> None:
+    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = f".out.partial-{host}-{gone.pid}-0123abcd"
+    kept = {
+        f".out.partial-{host}-{os.getpid()}-0123abcd",
+        f".out.partial-00000000-{gone.pid}-0123abcd" if host != "00000000" else "another",
+        f".out.partial-{host}-{gone.pid}-0123abcd.txt",
+        f".out.partial-{host}-{gone.pid}-mine",
+        f".out.partial-{gone.pid}",
+        f".outs.partial-{host}-{gone.pid}-0123abcd",
+        f".out.old-{host}-{gone.pid}-0123abcd",
+        f"out.partial-{host}-{gone.pid}-0123abcd",
+    }
+    link, file = f".out.partial-{host}-{gone.pid}-0123aaaa", f".out.partial-{host}-{gone.pid}-0123bbbb"
+    for name in {left, *kept}:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard_00000.bin").write_text("x")
+    (tmp_path / link).symlink_to(tmp_path / f".out.partial-{gone.pid}")
+    (tmp_path / file).write_text("x")
+
+    with StagingFolder(tmp_path / "out"):
+        assert not (tmp_path / left).exists()
+        (tmp_path / left).mkdir()
+        with pytest.raises(DataError, match="is preparing this data"), StagingFolder(tmp_path / "out"):
+            pass
+        assert (tmp_path / left).is_dir()
+    assert {path.name for path in tmp_path.iterdir()} == {left, link, file, *kept}
+    assert (tmp_path / f".out.partial-{gone.pid}" / "shard_00000.bin").is_file()
 
 
 def test_clearing_leaves_nothing_of_before(tmp_path: Path) -> None:

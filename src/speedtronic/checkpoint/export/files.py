@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from speedtronic.checkpoint.export.llama import MODEL_NAMES, hugging_face_config, to_llama, weights_of_ones
+from speedtronic.checkpoint.export.llama import hugging_face_config, to_llama, weights_of_ones
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, STATE_TREE, read_manifest, reading
 from speedtronic.checkpoint.snapshot import check_files, read_trees, saved_parts, stored_average
 from speedtronic.config import ModelConfig
+from speedtronic.config.checks import BUILT_IN_MODELS
 from speedtronic.durable.files import FileSystem, fill, write_file
 from speedtronic.durable.folders import publish_folder, recover, temporary_beside
 from speedtronic.durable.tensor_file import (
@@ -313,7 +314,7 @@ def _hugging_face_files(
 
 def _reference_section(model: SavedModel) -> ModelConfig:
     given = (model.config or {}).get("model")
-    if not isinstance(given, dict) or given.get("name") not in MODEL_NAMES:
+    if not isinstance(given, dict) or given.get("name") not in BUILT_IN_MODELS:
         kind = f"the model {given.get('name')!r}" if isinstance(given, dict) else "a model without a configuration"
         raise CheckpointError(
             f"{model.path}: the reference transformer has a Hugging Face form, and this is {kind}; export it with "

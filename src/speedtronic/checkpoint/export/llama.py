@@ -18,9 +18,6 @@ from typing import Any
 from speedtronic.config import ModelConfig
 from speedtronic.errors import CheckpointError, ConfigError
 
-MODEL_NAMES = ("reference_transformer", "gpt")
-"""The values of `model.name` that mean the reference transformer."""
-
 # Options of the reference transformer that the shapes of its tensors do not show.
 _WITHOUT_SHAPE = ("n_head", "n_kv_head", "rope_base", "qk_norm")
 _EMBEDDING, _HEAD, _NORM = "transformer.wte.weight", "lm_head.weight", "transformer.norm.weight"
@@ -139,16 +136,18 @@ def weights_of_ones(model: ModelConfig) -> dict[str, tuple[int]]:
 
 
 def reference_model(config: Mapping[str, Any], *, norm_eps: float) -> ModelConfig:
-    """The `model` section of the reference transformer that computes the same as a Llama.
+    """The `model` section of the reference transformer that computes the same as a Llama, or as a Qwen3 whose norms of
+    heads have weights of one.
 
     Args:
-        config: the contents of the Llama's `config.json`.
+        config: the contents of its `config.json`.
         norm_eps: added by the reference transformer to the mean square in every RMSNorm.
 
     Raises:
-        CheckpointError: it is not a Llama, or the reference transformer cannot compute the same; every reason is
-            listed.
+        CheckpointError: it is neither, or the reference transformer cannot compute the same; every reason is listed.
     """
+    if config.get("model_type") == "qwen3":
+        config = {**_DEFAULTS_OF_QWEN3, **config}
     problems = list(_obstacles(config, norm_eps))
     if problems:
         raise CheckpointError("the reference transformer cannot be this model:\n  " + "\n  ".join(problems))
@@ -164,6 +163,7 @@ def reference_model(config: Mapping[str, Any], *, norm_eps: float) -> ModelConfi
             d_ff=3 * config["intermediate_size"] // 2,
             tie_weights=config.get("tie_word_embeddings", False),
             rope_base=_rope(config).get("rope_theta", 10000.0),
+            qk_norm=config["model_type"] == "qwen3",
         )
     except ConfigError as error:
         raise CheckpointError(f"the reference transformer cannot be this model: {error}") from error
@@ -171,8 +171,8 @@ def reference_model(config: Mapping[str, Any], *, norm_eps: float) -> ModelConfi
 
 def reference_names(
     model: ModelConfig, config: Mapping[str, Any], names: Sequence[str], *, norm_eps: float
-) -> dict[str, str]:
-    """The reference transformer's name of each tensor in a Hugging Face folder.
+) -> dict[str, str | None]:
+    """The reference transformer's name of each tensor in a Hugging Face folder, None for one that has to be of ones.
 
     Args:
         model: the section that the reference transformer was built from.
@@ -181,14 +181,17 @@ def reference_names(
         norm_eps: added by the reference transformer to the mean square in every RMSNorm.
 
     Raises:
-        CheckpointError: it is a Llama that computes something else from these tensors than the reference transformer.
+        CheckpointError: it is a Llama or a Qwen3 that computes something else from these tensors than the reference
+            transformer.
     """
     if _TOP[_EMBEDDING] not in names:
         return {name: name for name in names}
     theirs = reference_model(config, norm_eps=norm_eps)
     if differences := hidden_differences(theirs.model_dump(), model):
-        raise CheckpointError("this Llama computes something else than this model:\n  " + "\n  ".join(differences))
-    return from_llama(names)
+        family = "Qwen3" if theirs.qk_norm else "Llama"
+        raise CheckpointError(f"this {family} computes something else than this model:\n  " + "\n  ".join(differences))
+    ones = weights_of_ones(theirs)
+    return {**from_llama(name for name in names if name not in ones), **{name: None for name in names if name in ones}}
 
 
 def hidden_differences(theirs: Mapping[str, Any], ours: ModelConfig) -> list[str]:
@@ -266,14 +269,21 @@ _SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-# Fixed in the reference transformer, and the defaults of a Llama.
-_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+# Fixed in the reference transformer, and the defaults of a Llama and a Qwen3.
+_FIXED: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
 _DEFAULT_NORM_EPS = 1e-6
+# What a `config.json` of a Qwen3 that does not say otherwise means, as its published configuration class has it.
+_DEFAULTS_OF_QWEN3: Mapping[str, Any] = {"num_key_value_heads": 32, "head_dim": 128}
 
 
 def _obstacles(config: Mapping[str, Any], norm_eps: float) -> Iterator[str]:
-    if config.get("model_type") != "llama":
-        yield f"model_type is {config.get('model_type')!r}, not 'llama'"
+    if config.get("model_type") not in ("llama", "qwen3"):
+        yield f"model_type is {config.get('model_type')!r}, not 'llama' or 'qwen3'"
         return
     wrong = [name for name in _SIZES if type(config.get(name)) is not int or config[name] < 1]
     if wrong:
@@ -288,6 +298,9 @@ def _obstacles(config: Mapping[str, Any], norm_eps: float) -> Iterator[str]:
     for name, value in _FIXED.items():
         if config.get(name, value) != value:
             yield f"{name} is {config[name]!r}; here it is always {value!r}"
+    others = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
+    if others:
+        yield f"layer_types has {', '.join(sorted(map(repr, others)))}; here every layer is 'full_attention'"
     if (eps := config.get("rms_norm_eps", _DEFAULT_NORM_EPS)) != norm_eps:
         yield f"rms_norm_eps is {eps!r}; here it is always {norm_eps}"
     rope = _rope(config)

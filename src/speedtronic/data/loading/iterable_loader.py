@@ -15,7 +15,7 @@ from speedtronic.data.loading.collate import collate_batch
 from speedtronic.data.loading.epochs import epoch_aware_parts, tell
 from speedtronic.data.loading.loader import Collate, Fingerprinted
 from speedtronic.data.loading.sampler import GlobalBatch, derive_seed
-from speedtronic.data.loading.streams import check_order, order_of, restores_exactly
+from speedtronic.data.loading.streams import check_order, give_own_epoch, order_of, restores_exactly
 from speedtronic.data.loading.workers import BatchMaker, Fetcher, OwnGenerators, blame, seed_generators, type_name
 from speedtronic.errors import DataError
 
@@ -287,6 +287,8 @@ class _StreamBatches(BatchMaker):
         if self._reader is None or self._reader.run != request.run:
             if self._worker_info is None and get_worker_info() is not None:
                 self._worker_info = _WatchedWorkerInfo(self._dataset, self._global_batch)
+                for part in epoch_aware_parts(self._dataset):
+                    give_own_epoch(part)
             self._reader = _EpochReader(
                 self._dataset,
                 self._global_batch,

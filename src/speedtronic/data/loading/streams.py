@@ -50,6 +50,16 @@ def check_order(dataset: Any, saved: str | None) -> None:
         )
 
 
+def give_own_epoch(dataset: Any) -> None:
+    """Let a worker's streams of `datasets` have epochs that no other process changes.
+
+    The library keeps the epoch of a stream in memory that all processes share, and adds to it what it lacks. If two
+    workers do that at once, each adds it, and the epoch is too high.
+    """
+    for stream in streams_in(dataset):
+        stream._epoch = int(stream._epoch)
+
+
 def streams_in(dataset: Any) -> list[Any]:
     """The streams of `datasets` that an object is or holds."""
     library = sys.modules.get("datasets")  # not imported, so the object has none

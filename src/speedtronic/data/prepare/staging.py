@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from speedtronic.durable.files import FileSystem, replace_file
 from speedtronic.durable.lock import FolderLock
+from speedtronic.durable.processes import process_is_alive
 from speedtronic.errors import DataError
 
 _JOURNAL = "journal.json"
@@ -35,6 +40,20 @@ def is_resumable(folder: Path) -> bool:
     return (staging_folder(folder) / _JOURNAL).is_file()
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes of this host have left beside `folder` under the names of older versions.
+
+    Those were `.NAME.partial-HOST-PID-TOKEN`. Only for a process that holds the folder.
+    """
+    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=4).hexdigest()
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.partial-{host}-(\d+)-[0-9a-f]{{8}}")
+    with suppress(OSError):  # what cannot be listed does no harm here
+        for path in list(folder.parent.iterdir()):
+            found = pattern.fullmatch(path.name)
+            if found and path.is_dir() and not path.is_symlink() and not process_is_alive(int(found[1])):
+                shutil.rmtree(path, ignore_errors=True)
+
+
 class StagingFolder:
     """Holds the folder for as long as the `with` block lasts, and then removes it unless it has a journal.
 
@@ -51,6 +70,7 @@ class StagingFolder:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = output_folder(folder)
         self.path = staging_folder(folder)
         self.files = self.path / "files"
         self._lock = FolderLock(
@@ -64,6 +84,7 @@ class StagingFolder:
 
     def __enter__(self) -> StagingFolder:
         self._lock.__enter__()
+        _remove_leftovers(self._folder)
         self.files.mkdir(exist_ok=True)
         return self
 

@@ -10,6 +10,7 @@ from speedtronic.data.tokenizers.base import Tokenizer
 from speedtronic.data.tokenizers.chars import CharTokenizer, CorpusCharTokenizer
 from speedtronic.data.tokenizers.huggingface import json_tokenizer
 from speedtronic.data.tokenizers.tiktoken import RankTokenizer, tokens_of_rank_file
+from speedtronic.durable.files import where_looked
 from speedtronic.errors import DataError
 
 LARGEST_FILE = 256 * 2**20
@@ -45,7 +46,7 @@ def load_tokenizer(name: str) -> Tokenizer:
                 f"files: AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
     if not path.exists():
-        raise DataError(f"{path}: no such tokenizer file; {_KINDS}")
+        raise DataError(f"{path}: no such tokenizer file; {_KINDS}{where_looked(path)}")
     if not path.is_file():
         raise DataError(f"{path}: not a regular file; {_KINDS}")
     try:

@@ -44,6 +44,34 @@ def open_store(url: str, **options: object) -> Store:
         NotBuiltError: this kind of store is not built yet.
         MissingExtraError: a library that the store needs is not installed.
     """
+    check_address(url, options)
+    scheme, _, rest = url.partition("://")
+    given = {key: value for key, value in options.items() if value is not None}
+    match scheme:
+        case "dir" | "file":
+            return FolderStore(_folder(scheme, rest))
+        case "memory":
+            return MemoryStore.shared(rest)
+    parts = urlsplit(url)
+    match scheme:
+        case "s3":
+            return _open_s3(parts, given)
+        case "gs" | "gcs":
+            endpoint = _endpoint(given)
+            client = {key: given[key] for key in {"project", "token"} & given.keys()}
+            if endpoint is not None:
+                client["endpoint_url"] = endpoint
+            return _over_fsspec("gcs", parts, client, remedy="install speedtronic[gcs]")
+    return _over_fsspec(parts.scheme, parts, given, remedy="install what fsspec names for it")
+
+
+def check_address(url: str, options: Mapping[str, object]) -> None:
+    """Check an address and its options, as far as they alone show whether `open_store` can take them.
+
+    Raises:
+        ConfigError: the address or an option is wrong.
+        NotBuiltError: this kind of store is not built yet.
+    """
     scheme, separator, rest = url.partition("://")
     given = {key: value for key, value in options.items() if value is not None}
     if scheme == "hf" or (not separator and _ON_THE_HUB.fullmatch(url)):
@@ -56,10 +84,11 @@ def open_store(url: str, **options: object) -> Store:
     match scheme:
         case "dir" | "file":
             _check_options(given, set(), scheme)
-            return FolderStore(_folder(scheme, rest))
+            _folder(scheme, rest)
+            return
         case "memory":
             _check_options(given, set(), scheme)
-            return MemoryStore.shared(rest)
+            return
 
     parts = urlsplit(url)
     if parts.query or parts.fragment:
@@ -70,17 +99,13 @@ def open_store(url: str, **options: object) -> Store:
         raise ConfigError(f"distributed.repo_id: the address names no bucket; write {parts.scheme}://bucket/prefix")
     match scheme:
         case "s3":
-            return _open_s3(parts, given)
+            _check_options(given, _S3_OPTIONS, "s3")
+            _endpoint(given)
         case "gs" | "gcs":
             _check_options(given, _GCS_OPTIONS, "gs")
-            endpoint = _endpoint(given)
-            client = {key: given[key] for key in {"project", "token"} & given.keys()}
-            if endpoint is not None:
-                client["endpoint_url"] = endpoint
-            return _over_fsspec("gcs", parts, client, remedy="install speedtronic[gcs]")
-    if parts.username is not None:
-        raise ConfigError(f"distributed.repo_id: {parts.scheme}: put user and password into store_options")
-    return _over_fsspec(parts.scheme, parts, given, remedy="install what fsspec names for it")
+            _endpoint(given)
+        case _ if parts.username is not None:
+            raise ConfigError(f"distributed.repo_id: {parts.scheme}: put user and password into store_options")
 
 
 def connect(config: DistributedConfig, store: Store | None = None, *, stopping: threading.Event | None = None) -> Store:
@@ -126,7 +151,6 @@ def _bucket_of(parts: SplitResult) -> str:
 def _open_s3(parts: SplitResult, options: dict[str, object]) -> Store:
     from speedtronic.distributed.stores.s3 import S3Store
 
-    _check_options(options, _S3_OPTIONS, "s3")
     if parts.username is not None:
         options = {"key": unquote(parts.username), "secret": unquote(parts.password or ""), **options}
     endpoint = _endpoint(options)
