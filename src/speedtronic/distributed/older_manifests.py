@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from datetime import datetime
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
@@ -22,6 +21,7 @@ from speedtronic.distributed.records import (
     SessionMark,
     Text,
     canonical_json,
+    seconds_of,
 )
 from speedtronic.distributed.stores.base import COMPONENT
 from speedtronic.errors import StoreContentError
@@ -102,16 +102,8 @@ def _node_mark(sessions: list[tuple[str, _Mark]]) -> NodeMark:
         norm=None,
         version=last.version,
         rounds=last.rounds,
-        time=_seconds(last.time),
+        time=seconds_of(last.time),
         bytes=sum(mark.bytes for _, mark in sessions),
         rejected=sum(mark.rejected for _, mark in sessions),
         reason=reasons[-1] if reasons else None,
     )
-
-
-def _seconds(time: str) -> int:
-    """Seconds since 1970 of a time that was written for people; 0 for another text."""
-    try:
-        return max(0, int(datetime.fromisoformat(time).timestamp()))
-    except (ValueError, OverflowError):
-        return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -89,9 +90,9 @@ class NodeMark(Record):
         tokens_per_step: tokens (of data without them, samples) of one inner step, in its last admitted delta.
         steps, seconds: inner steps of that delta, and how long they took.
         norm: Euclidean norm of that delta as it was added up. None if its store was of protocol 1 then.
-        version: the version that took something from it last.
+        version: the version in which a delta of it entered last.
         rounds: what `Manifest.rounds` was then.
-        time: when, in seconds since 1970 (UTC), by the master's clock.
+        time: when a delta of it was processed last, in seconds since 1970 (UTC), by the master's clock.
         bytes: size of all its deltas.
         rejected: how many of them were refused.
         reason: why the last of those was.
@@ -139,6 +140,14 @@ def canonical_json(record: BaseModel, *, without: frozenset[str] = frozenset()) 
         record.model_dump(mode="json", exclude=set(without)), sort_keys=True, separators=(",", ":"), allow_nan=False
     )
     return text.encode("ascii")
+
+
+def seconds_of(time: str) -> int:
+    """Seconds since 1970 of a time that was written for people, in ISO 8601; 0 for another text."""
+    try:
+        return max(0, int(datetime.fromisoformat(time).timestamp()))
+    except (ValueError, OverflowError):
+        return 0
 
 
 def first_mistake(error: ValidationError) -> str:
