@@ -140,7 +140,7 @@ def make_node(model: nn.Module, name: str) -> Node:
     return Node(
         Schema.of(model),
         node=name,
-        session="only",
+        nonce="00000001",
         codec=Fp32Codec(),
         inner_steps=1,
         initial=snapshot(model),

@@ -199,7 +199,7 @@ class VirtualNode:
         self.node = Node(
             Schema.of(training.model),
             node=name,
-            session="only",
+            nonce="00000001",
             codec=Fp32Codec(),
             inner_steps=inner_steps,
             initial=snapshot(training.model),

@@ -2,18 +2,19 @@ from __future__ import annotations
 
 import pytest
 
-from speedtronic.distributed import earlier_sessions
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import spooled_header
 from speedtronic.distributed.earlier_sessions import EarlierSessions, look_back
 from speedtronic.distributed.ledger import SPOOL, START
-from speedtronic.distributed.protocol import DeltaId, Position
+from speedtronic.distributed.protocol import DeltaId
+from speedtronic.distributed.records import Position, SessionMark, session_name
 from speedtronic.distributed.requests import perform
 from speedtronic.distributed.stores.memory import MemoryStore
 from tests.support.counting_store import CountingStore
-from tests.support.nodes import AddingMaster, started
+from tests.support.nodes import NEW, AddingMaster, delta_name, session, started
 
-FIRST, SECOND = (f"in/n/s1/0000000{number}.safetensors" for number in (1, 2))
+S1 = session(1)
+FIRST, SECOND = (delta_name(S1, number) for number in (1, 2))
 
 
 def two_deltas() -> tuple[MemoryStore, AddingMaster, list[bytes]]:
@@ -27,8 +28,8 @@ def two_deltas() -> tuple[MemoryStore, AddingMaster, list[bytes]]:
     return store, master, deltas
 
 
-def look(store: MemoryStore, master: AddingMaster, node: str = "n", on_disk: tuple[str, ...] = ()) -> EarlierSessions:
-    return perform(look_back(node, master.head, master.schema, make_codec("fp32"), ("s9",), on_disk), store)
+def look(store: MemoryStore, master: AddingMaster, node: str = "n") -> EarlierSessions:
+    return perform(look_back(node, master.head, master.schema, make_codec("fp32"), ("s9",)), store)
 
 
 def test_a_store_without_the_node_has_nothing_of_it() -> None:
@@ -41,8 +42,8 @@ def test_outstanding_deltas_count_one_after_the_other() -> None:
     store, master, deltas = two_deltas()
     store.put_if_absent(FIRST, deltas[0])
     store.put_if_absent(SECOND, deltas[1])
-    ids = {DeltaId("n", "s1", 1), DeltaId("n", "s1", 2)}
-    assert look(store, master) == EarlierSessions(Position(4, 8, 40), frozenset(ids), {"s1": 2, "s9": 0})
+    ids = {DeltaId("n", S1, 1), DeltaId("n", S1, 2)}
+    assert look(store, master) == EarlierSessions(Position(4, 8, 40), frozenset(ids), {S1: 2, "s9": 0})
 
 
 def test_marks_count_and_what_comes_after_them() -> None:
@@ -52,31 +53,30 @@ def test_marks_count_and_what_comes_after_them() -> None:
     assert look(store, master).covered == Position(2, 4, 20)
     store.put_if_absent(SECOND, deltas[1])
     assert look(store, master) == EarlierSessions(
-        Position(4, 8, 40), frozenset({DeltaId("n", "s1", 2)}), {"s1": 2, "s9": 0}
+        Position(4, 8, 40), frozenset({DeltaId("n", S1, 2)}), {S1: 2, "s9": 0}
     )
 
 
-def test_of_sessions_on_the_disk_only_marks_are_looked_at() -> None:
+def test_a_node_with_a_thousand_sessions_asks_only_for_the_open_ones() -> None:
     store, master, deltas = two_deltas()
-    store.put_if_absent(FIRST, deltas[0])
-    assert look(store, master, on_disk=("s1",)).covered == START
-    master.apply_deltas()
-    assert look(store, master, on_disk=("s1",)).covered == Position(2, 4, 20)
-
-
-def test_a_node_with_a_thousand_sessions_asks_only_for_the_last_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(earlier_sessions, "RECENT_SESSIONS", 2)
-    store, master, deltas = two_deltas()
-    store.put_if_absent(FIRST, deltas[0])
-    master.apply_deltas()
-    mark = master.head.marks["n/s1"]
-    older = {f"n/s0{number}": mark.model_copy(update={"version": 0, "seq": 7}) for number in range(5)}
-    head = master.head.model_copy(update={"marks": older | master.head.marks})
+    open_ = SessionMark(seq=7, last=None, position=(2, 4, 20))
+    mark = NEW.model_copy(update={"closed_below": 1000, "sessions": {session(999): open_}})
+    master.publish(nodes={"n": mark})
+    for number in (1, 998):
+        store.put_if_absent(delta_name(session(number), 1), deltas[0])
     counting = CountingStore(store)
-    found = perform(look_back("n", head, master.schema, make_codec("fp32"), ("s9",), ()), counting)
-    assert counting.requests == {"list": 1, "get": 3}, "s1, the last of the older, and s9"
-    assert found.last_seq == {"s9": 0, "s1": 1} | {f"s0{number}": 7 for number in range(5)}
-    assert found.covered == Position(2, 4, 20)
+    known = (session(1), session(998))
+    found = perform(look_back("n", master.head, master.schema, make_codec("fp32"), known), counting)
+    assert counting.requests == {"list": 1, "get": 1}
+    assert found == EarlierSessions(Position(2, 4, 20), frozenset(), {session(999): 7})
+
+
+def test_a_listed_session_that_no_master_would_open_is_nobody_s() -> None:
+    store, master, deltas = two_deltas()
+    master.publish(nodes={"n": NEW.model_copy(update={"closed_below": 5})})
+    for number in (1004, 1005):
+        store.put_if_absent(delta_name(session_name(number, "0" * 8), 1), deltas[0])
+    assert look(store, master).last_seq == {session_name(1004, "0" * 8): 0}
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "another's", "nothing of ours"])
@@ -91,7 +91,7 @@ def test_a_delta_that_cannot_enter_does_not_count(damage: str) -> None:
     }[damage]
     store.put_if_absent(FIRST, data)
     assert look(store, master).covered == START
-    store.put_if_absent("in/n/s1/00000001-1.safetensors", whole)  # the copy that its node put beside
+    store.put_if_absent(FIRST.replace(".safe", ".1.safe"), whole)  # the copy that its node put beside
     assert look(store, master).covered == Position(2, 4, 20)
 
 
@@ -103,7 +103,7 @@ def test_an_object_larger_than_a_delta_is_not_read() -> None:
 
 def test_names_that_are_not_deltas_are_ignored() -> None:
     store, master, _ = two_deltas()
-    for name in ("in/n/s1/x.safetensors", "in/n/00000001.safetensors", "in/n/s1/00000000.safetensors"):
+    for name in (f"in/n/{S1}/x.safetensors", "in/n/00000001.safetensors", delta_name(S1, 0)):
         store.put_if_absent(name, b"x")
     assert look(store, master) == EarlierSessions(START, frozenset(), {"s9": 0})
 
@@ -116,7 +116,7 @@ def test_a_spool_says_which_delta_it_holds_unless_it_is_damaged() -> None:
     data = process.files.contents[SPOOL]
     header = spooled_header(data)
     assert header is not None
-    assert (header.id, header.position) == (DeltaId("n", "s1", 1), Position(2, 4, 20))
+    assert (header.id, header.position) == (DeltaId("n", S1, 1), Position(2, 4, 20))
     for cut in (0, 7, 100, len(data) - 1):
         assert spooled_header(data[:cut]) is None
     assert spooled_header(data[:-1] + bytes([data[-1] ^ 128])) is None

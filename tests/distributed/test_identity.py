@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from speedtronic.distributed.identity import NodeLock, new_session, node_folder, resolve_node_id
+from speedtronic.distributed.identity import NodeLock, new_nonce, node_folder, resolve_node_id
+from speedtronic.distributed.records import session_name, session_number
 from speedtronic.distributed.stores.base import checked_name
 from speedtronic.errors import RunFolderError, RunLockedError
 
@@ -39,16 +39,14 @@ def test_a_state_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         resolve_node_id(None, tmp_path / "state")
 
 
-def test_sessions_sort_by_time_and_differ(tmp_path: Path) -> None:
-    early = new_session(now=lambda: datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC), nonce=lambda: "ffffffff")
-    late = new_session(now=lambda: datetime(2031, 5, 6, 7, 8, 10, tzinfo=UTC), nonce=lambda: "00000000")
-    assert early == "20310506T070809Z-ffffffff"
-    assert early < late
-    assert new_session() != new_session()
+def test_the_nonces_of_two_processes_differ_and_make_names_of_sessions() -> None:
+    assert new_nonce() != new_nonce()
+    assert session_number(session_name(12, new_nonce())) == 12
 
 
 def test_names_are_safe_in_a_store() -> None:
-    checked_name(f"in/{resolve_node_id('rack-7', Path())}/{new_session()}/00000001.safetensors")
+    session = session_name(1, new_nonce())
+    checked_name(f"in/{resolve_node_id('rack-7', Path())}/{session}/00000001.safetensors")
 
 
 def test_another_store_or_node_has_another_folder(tmp_path: Path) -> None:

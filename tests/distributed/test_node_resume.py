@@ -10,7 +10,7 @@ import torch
 
 from speedtronic.distributed.ledger import LEDGER, SPOOL
 from speedtronic.distributed.node import Node, is_ahead
-from speedtronic.distributed.protocol import Position
+from speedtronic.distributed.records import Position
 from speedtronic.distributed.stores.base import Listing
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import CheckpointError
@@ -21,7 +21,9 @@ from tests.support.nodes import (
     KilledError,
     MemoryFiles,
     NodeProcess,
+    delta_name,
     each_once,
+    session,
     started,
 )
 
@@ -60,7 +62,7 @@ def test_a_node_continues_from_its_checkpoint() -> None:
     store, master, process = started()
     process.train_and_send(2)
     process.train(1)  # not sent when it ends
-    again = NodeProcess(store, process.files, "s2", process.checkpoint())
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
     assert again.step == 3
     assert again.node.unsent_steps == 1
     finish(again, master, 6)
@@ -70,7 +72,7 @@ def test_a_node_continues_from_its_checkpoint() -> None:
 def test_pending_deltas_of_an_earlier_session_are_kept_until_a_version_covers_them() -> None:
     store, master, process = started()
     process.train_and_send(2)
-    again = NodeProcess(store, process.files, "s2", process.checkpoint())
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
     other = master.weights
     other["done"][0] = 5.0
     master.publish(other)
@@ -87,16 +89,17 @@ def test_a_delta_in_the_spool_is_sent_first_under_its_old_name() -> None:
     process.boundary()
     process.run(process.node.spool())
     spooled = process.files.contents[SPOOL]
-    again = NodeProcess(store, process.files, "s2", process.checkpoint())
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
     again.train(2)
     again.run(again.node.poll())
     assert again.boundary() == "full"
     assert again.run(again.node.upload())
-    assert store.get("in/n/s1/00000001.safetensors", limit=2**20) == spooled
+    assert store.get(delta_name(session(1), 1), limit=2**20) == spooled
     finish(again, master, 6)
-    assert store.get("in/n/s1/00000001.safetensors", limit=2**20) is None
-    assert master.head.marks["n/s1"].seq == 1
-    assert master.head.marks["n/s2"].seq == 1
+    assert store.get(delta_name(session(1), 1), limit=2**20) is None
+    mark = master.head.nodes["n"]
+    assert mark.closed_below == 2
+    assert {name: open_.seq for name, open_ in mark.sessions.items()} == {session(2, 2): 1}
     assert again.values == learned(master) == each_once(6)
 
 
@@ -105,11 +108,11 @@ def test_nothing_is_sent_before_the_first_look_after_a_restart() -> None:
     process.train(2)
     process.boundary()
     process.run(process.node.spool())
-    again = NodeProcess(store, process.files, "s2", process.checkpoint())
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
     again.train(2)
     assert again.boundary() == "waiting"
     assert not again.run(again.node.upload())
-    assert store.get("in/n/s1/00000001.safetensors", limit=2**20) is None
+    assert store.get(delta_name(session(1), 1), limit=2**20) is None
 
 
 def test_the_residual_of_a_lossy_codec_survives_a_restart() -> None:
@@ -117,16 +120,16 @@ def test_the_residual_of_a_lossy_codec_survives_a_restart() -> None:
     with torch.no_grad():
         process.model.done[0] = 1.0 + 2**-10
     process.train_and_send(2)
-    again = NodeProcess(store, process.files, "s2", process.checkpoint(), codec="bf16")
+    again = NodeProcess(store, process.files, 2, process.checkpoint(), codec="bf16")
     finish(again, master, 4)
     assert learned(master) == [1.0 + 2**-10, *each_once(4)[1:]]
 
 
 def test_a_restart_before_the_first_version_keeps_local_progress() -> None:
     store = MemoryStore()
-    process = NodeProcess(store, MemoryFiles(), "s1")
+    process = NodeProcess(store, MemoryFiles(), 1)
     process.train(3)
-    again = NodeProcess(store, process.files, "s2", process.checkpoint())
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
     master = AddingMaster(store)
     finish(again, master, 5)
     assert again.values == learned(master) == each_once(5)
@@ -136,7 +139,7 @@ def test_a_restart_keeps_the_boundaries_where_they_were() -> None:
     store, _, process = started()
     process.train_and_send(2)
     process.train(1)
-    again = NodeProcess(store, process.files, "s2", process.checkpoint())
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
     again.train(1)
     assert again.node.wants_boundary()
 
@@ -164,7 +167,7 @@ def test_a_node_behind_its_ledger_continues_after_what_was_sent(uploaded: bool, 
     store, master, process, checkpoint = _older_checkpoint(uploaded)
     if taken_in:
         master.apply_deltas()
-    again = NodeProcess(store, process.files, "s2", checkpoint)
+    again = NodeProcess(store, process.files, 2, checkpoint)
     assert again.step == 4
     assert again.node.unsent_steps == 0
     assert "up to step 4, which its checkpoint of step 3 does not know" in again.logged("INFO")[0]
@@ -174,7 +177,7 @@ def test_a_node_behind_its_ledger_continues_after_what_was_sent(uploaded: bool, 
 
 def test_a_node_behind_its_ledger_sends_nothing_before_it_has_a_version() -> None:
     store, _, process, checkpoint = _older_checkpoint(uploaded=True)
-    again = NodeProcess(store, process.files, "s2", checkpoint)
+    again = NodeProcess(store, process.files, 2, checkpoint)
     again.train(2)
     assert again.boundary() == "waiting"
     again.run(again.node.poll())
@@ -186,9 +189,9 @@ def test_a_checkpoint_beyond_what_was_sent_without_it_reports_how_much_is_droppe
     """Of a process that was without checkpoint and without store: its steps are of weights that no one else has."""
     store, master, process = started()
     process.train_and_send(2)
-    alone = NodeProcess(store, process.files, "s2")
+    alone = NodeProcess(store, process.files, 2)
     alone.train(5)
-    again = NodeProcess(store, process.files, "s3", alone.checkpoint())
+    again = NodeProcess(store, process.files, 3, alone.checkpoint())
     assert "the 3 steps after that are dropped" in again.logged("WARNING")[0]
     finish(again, master, 7)
     assert again.values == learned(master) == [*each_once(2)[:3], 0.0, 0.0, 0.0, -1.0, -1.0, *each_once(0)[8:]]
@@ -197,7 +200,7 @@ def test_a_checkpoint_beyond_what_was_sent_without_it_reports_how_much_is_droppe
 def test_progress_of_a_node_behind_its_ledger_is_kept_until_it_has_a_version() -> None:
     store, master, process, checkpoint = _older_checkpoint(uploaded=True)
     master.apply_deltas()
-    again = NodeProcess(store, process.files, "s2", checkpoint)
+    again = NodeProcess(store, process.files, 2, checkpoint)
     again.train(2)
     finish(again, master, 6)
     assert again.values == learned(master) == each_once(6)
@@ -207,7 +210,7 @@ def test_without_a_checkpoint_a_node_adopts_the_version_and_continues_after_what
     store, master, process = started()
     process.train_and_send(3)
     master.apply_deltas()
-    again = NodeProcess(store, process.files, "s2")
+    again = NodeProcess(store, process.files, 2)
     again.train(1)
     install = again.receive()
     assert install is not None
@@ -222,7 +225,7 @@ def test_a_pending_adoption_also_holds_for_a_newer_version() -> None:
     store, master, process = started()
     process.train_and_send(3)
     master.apply_deltas()
-    again = NodeProcess(store, process.files, "s2")
+    again = NodeProcess(store, process.files, 2)
     again.train(1)
     again.run(again.node.poll())
     master.publish(master.weights)
@@ -243,7 +246,7 @@ def test_on_a_new_disk_the_store_says_how_far_the_node_was(taken_in: bool, with_
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
     if taken_in:
         master.apply_deltas()
-    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint if with_checkpoint else None)
+    again = NodeProcess(store, MemoryFiles(), 2, checkpoint if with_checkpoint else None)
     again.train(1)  # on data that the store has: it must not count
     finish(again, master, 8)
     assert again.step == 8
@@ -252,18 +255,18 @@ def test_on_a_new_disk_the_store_says_how_far_the_node_was(taken_in: bool, with_
 
 def test_on_a_new_disk_an_earlier_session_is_not_taken_for_another_machine() -> None:
     store, master, _, _ = _older_checkpoint(uploaded=True)
-    again = NodeProcess(store, MemoryFiles(), "s2")
+    again = NodeProcess(store, MemoryFiles(), 2)
     again.receive()
     master.apply_deltas()
     again.receive()
-    assert master.head.marks["n/s1"].seq == 2
+    assert master.head.nodes["n"].sessions[session(1)].seq == 2
     assert again.logged("WARNING") == []
 
 
 def test_on_a_new_disk_steps_beyond_the_store_are_dropped_and_reported() -> None:
     """It cannot be told from what was trained on data that the store has."""
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
-    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint)
+    again = NodeProcess(store, MemoryFiles(), 2, checkpoint)
     again.train(2)  # steps 3 (of the checkpoint) and 4 the store has, step 5 it has not
     again.receive()
     assert again.logged("INFO") == ["version 0 is adopted; 3 local steps made before it are dropped"]
@@ -276,7 +279,7 @@ def test_on_a_new_disk_with_a_checkpoint_that_is_not_behind_nothing_is_dropped()
     process.train_and_send(2)
     process.train(1)
     checkpoint = process.checkpoint()
-    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint)
+    again = NodeProcess(store, MemoryFiles(), 2, checkpoint)
     again.train(1)
     finish(again, master, 6)
     assert again.values == learned(master) == each_once(6)
@@ -289,7 +292,7 @@ def test_the_spooled_delta_of_a_lost_disk_goes_into_the_next_delta() -> None:
     process.boundary()
     process.run(process.node.spool())
     checkpoint = process.checkpoint()
-    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint)
+    again = NodeProcess(store, MemoryFiles(), 2, checkpoint)
     finish(again, master, 6)
     assert again.values == learned(master) == each_once(6)
 
@@ -301,11 +304,11 @@ def test_the_spooled_delta_of_a_lost_disk_is_sent_at_the_end_of_training_and_not
     process.run(process.node.spool())
     checkpoint = process.checkpoint()
     files = MemoryFiles()
-    second = NodeProcess(store, files, "s2", checkpoint)
+    second = NodeProcess(store, files, 2, checkpoint)
     second.receive()
     assert second.node.unsent_steps == 2
     assert second.train_and_send(0) == "queued"
-    third = NodeProcess(store, files, "s3", checkpoint)  # again, from before the loss was known
+    third = NodeProcess(store, files, 3, checkpoint)  # again, from before the loss was known
     finish(third, master, 4)
     assert third.values == learned(master) == each_once(4)
     assert third.node.state_dict()["pending"] == []
@@ -325,14 +328,14 @@ def test_deltas_processed_while_a_node_looks_back_do_not_count_as_lost() -> None
 
     store = Hasty()
     master = AddingMaster(store)
-    process = NodeProcess(store, MemoryFiles(), "s1")
+    process = NodeProcess(store, MemoryFiles(), 1)
     process.receive()
     older = process.checkpoint()
     process.train_and_send(2)
     newer = process.checkpoint()
     for checkpoint in (older, newer, None):
         store.master = master
-        again = NodeProcess(store, MemoryFiles(), f"s{2 + (older, newer, None).index(checkpoint)}", checkpoint)
+        again = NodeProcess(store, MemoryFiles(), 2 + (older, newer, None).index(checkpoint), checkpoint)
         finish(again, master, again.step + 2)
         assert again.values == learned(master) == each_once(again.step)
         assert again.node.state_dict()["pending"] == []
@@ -345,13 +348,13 @@ def test_a_listing_that_lags_hides_no_session_that_is_known_otherwise() -> None:
 
     store = Lagging()
     master = AddingMaster(store)
-    process = NodeProcess(store, MemoryFiles(), "s1")
+    process = NodeProcess(store, MemoryFiles(), 1)
     process.receive()
     older = process.checkpoint()
     process.train_and_send(2)
     newer = process.checkpoint()
-    assert NodeProcess(store, MemoryFiles(), "s2", newer).receive() is None
-    again = NodeProcess(store, MemoryFiles(), "s3", older)
+    assert NodeProcess(store, MemoryFiles(), 2, newer).receive() is None
+    again = NodeProcess(store, MemoryFiles(), 3, older)
     finish(again, master, 4)
     assert again.values == learned(master) == each_once(4)
 
@@ -359,11 +362,11 @@ def test_a_listing_that_lags_hides_no_session_that_is_known_otherwise() -> None:
 def test_a_torn_upload_of_a_lost_disk_does_not_count() -> None:
     store, master, process, checkpoint = _older_checkpoint(uploaded=False)
     torn = process.files.contents[SPOOL]
-    store.put_if_absent("in/n/s1/00000002.safetensors", torn[:-5])
-    again = NodeProcess(store, MemoryFiles(), "s2", checkpoint)
+    store.put_if_absent(delta_name(session(1), 2), torn[:-5])
+    again = NodeProcess(store, MemoryFiles(), 2, checkpoint)
     again.receive()
     assert again.step == 3
-    store.delete("in/n/s1/00000002.safetensors")  # as a master does that has given up on it
+    store.delete(delta_name(session(1), 2))  # as a master does that has given up on it
     finish(again, master, 6)
     assert again.values == learned(master) == each_once(6)
 
@@ -371,10 +374,10 @@ def test_a_torn_upload_of_a_lost_disk_does_not_count() -> None:
 def test_a_checkpoint_between_the_decision_and_the_installation_changes_nothing() -> None:
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
     files = MemoryFiles()
-    second = NodeProcess(store, files, "s2", checkpoint)
+    second = NodeProcess(store, files, 2, checkpoint)
     second.train(1)
     second.run(second.node.poll())
-    third = NodeProcess(store, files, "s3", second.checkpoint())
+    third = NodeProcess(store, files, 3, second.checkpoint())
     third.train(1)
     finish(third, master, 8)
     assert third.values == learned(master) == each_once(8)
@@ -410,7 +413,7 @@ def test_a_kill_at_any_request_loses_and_doubles_nothing(effects: int, saved_bef
         assert process.budget == 0
     else:
         assert effects == 6  # one to spool, four to upload, one to look
-    again = NodeProcess(store, disk(process), "s2", checkpoint)
+    again = NodeProcess(store, disk(process), 2, checkpoint)
     finish(again, master, 8)
     assert again.values == learned(master) == each_once(8)
 
@@ -419,11 +422,11 @@ def test_a_kill_at_any_request_loses_and_doubles_nothing(effects: int, saved_bef
 def test_a_node_killed_during_its_first_look_repeats_it(effects: int) -> None:
     store, master, _, checkpoint = _older_checkpoint(uploaded=True)
     files = MemoryFiles()
-    second = NodeProcess(store, files, "s2", checkpoint)
+    second = NodeProcess(store, files, 2, checkpoint)
     second.budget = effects
     with suppress(KilledError):
         second.receive()
-    third = NodeProcess(store, files, "s3", checkpoint)
+    third = NodeProcess(store, files, 3, checkpoint)
     finish(third, master, 8)
     assert third.values == learned(master) == each_once(8)
 
@@ -442,12 +445,12 @@ def test_a_store_that_was_created_again_is_joined_as_a_new_node() -> None:
     other = master.weights
     other["done"][0] = 5.0
     master.publish(other)
-    again = NodeProcess(fresh, process.files, "s2", process.checkpoint())
+    again = NodeProcess(fresh, process.files, 2, process.checkpoint())
     install = again.receive()
     assert install is not None
     assert install.adopt
     assert "was created again" in again.logged("WARNING")[0]
-    at_once = NodeProcess(fresh, MemoryFiles(again.files.contents), "s3")  # it is no stranger any more
+    at_once = NodeProcess(fresh, MemoryFiles(again.files.contents), 3)  # it is no stranger any more
     at_once.receive()
     assert at_once.logged("WARNING") == []
     assert not again.run(again.node.upload())
@@ -463,7 +466,7 @@ def test_a_store_that_was_created_again_does_not_move_a_new_run() -> None:
     process.train_and_send(6)
     fresh = MemoryStore()
     master = AddingMaster(fresh, nonce="another")
-    again = NodeProcess(fresh, process.files, "s2")
+    again = NodeProcess(fresh, process.files, 2)
     again.receive()
     assert again.step == 0
     finish(again, master, 2)
@@ -474,7 +477,7 @@ def test_a_checkpoint_of_another_node_gives_only_its_weights() -> None:
     store, master, process = started()
     process.train_and_send(2)
     process.train(1)  # unsent: its own node sends it
-    other = NodeProcess(store, MemoryFiles(), "t1", process.checkpoint(), node="m")
+    other = NodeProcess(store, MemoryFiles(), 4, process.checkpoint(), node="m")
     assert "is of node 'n'" in other.logged("WARNING")[0]
     process.train_and_send(1)
     master.apply_deltas()
@@ -490,14 +493,14 @@ def test_a_state_of_other_parameters_is_refused() -> None:
     checkpoint = process.checkpoint()
     checkpoint.state["base"]["done"] = torch.zeros(3)
     with pytest.raises(CheckpointError, match="other parameters"):
-        NodeProcess(store, process.files, "s2", checkpoint)
+        NodeProcess(store, process.files, 2, checkpoint)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\x00" * 40, b'{"seq": 1}'])
 def test_a_damaged_ledger_is_reported_and_the_store_is_asked(damage: bytes) -> None:
     store, master, process, checkpoint = _older_checkpoint(uploaded=True)
     process.files.contents[LEDGER] = damage
-    again = NodeProcess(store, process.files, "s2", checkpoint)
+    again = NodeProcess(store, process.files, 2, checkpoint)
     assert "ledger is damaged" in again.logged("WARNING")[0]
     finish(again, master, 8)
     assert again.values == learned(master) == each_once(8)
@@ -511,7 +514,7 @@ def test_a_damaged_spool_is_reported_and_its_work_is_trained_again(damaged: byte
     contents = {"short": spooled[:-1], "flipped": flipped}.get(str(damaged), damaged)
     assert isinstance(contents, bytes)
     process.files.contents[SPOOL] = contents
-    again = NodeProcess(store, process.files, "s2", checkpoint)
+    again = NodeProcess(store, process.files, 2, checkpoint)
     assert "spool is damaged" in again.logged("WARNING")[0]
     assert SPOOL not in process.files.contents
     finish(again, master, 8)
@@ -528,7 +531,7 @@ def test_a_run_that_joins_later_counts_its_steps_from_there() -> None:
     store = MemoryStore()
     master = AddingMaster(store)
     model = Counter()
-    process = NodeProcess(store, MemoryFiles(), "s1", model=model)
+    process = NodeProcess(store, MemoryFiles(), 1, model=model)
     process.step = 10  # the trainer went on from a checkpoint without a distributed state
     process.receive()
     process.train(1)
@@ -536,4 +539,4 @@ def test_a_run_that_joins_later_counts_its_steps_from_there() -> None:
     assert process.node.unsent_steps == 1
     process.train_and_send(1)
     assert master.apply_deltas() == 1
-    assert master.head.marks["n/s1"].step == 12
+    assert master.head.nodes["n"].position.step == 12

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import DeltaHeader, pack_delta
-from speedtronic.distributed.protocol import Position
+from speedtronic.distributed.records import Position
 from speedtronic.distributed.schema import Schema, Tensors, TensorType, snapshot
 
 TRAINED = ("first.weight", "first.bias", "phase", "norm.weight", "norm.bias")

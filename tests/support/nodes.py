@@ -12,21 +12,28 @@ from torch import nn
 
 from speedtronic.checkpoint.tree import decode, encode
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.delta import open_delta
+from speedtronic.distributed.delta import DeltaHeader, open_delta
 from speedtronic.distributed.node import Install, Node
 from speedtronic.distributed.packed_tensors import pack_tensors, unpack_tensors
 from speedtronic.distributed.protocol import (
     PROTOCOL,
-    Blob,
+    DeltaId,
     Manifest,
-    Mark,
-    Outer,
-    Rejection,
+    create_identity,
+    create_manifest,
     find_head,
-    head_name,
     list_all,
     parse_delta_name,
     weights_name,
+)
+from speedtronic.distributed.records import (
+    Blob,
+    NodeMark,
+    Outer,
+    Rejection,
+    SessionMark,
+    session_name,
+    session_number,
 )
 from speedtronic.distributed.requests import Effect, Procedure, answer, perform
 from speedtronic.distributed.schema import Schema, Tensors, rebase_, snapshot
@@ -35,6 +42,30 @@ from speedtronic.distributed.stores.memory import MemoryStore
 
 STEPS = 64  # as many as a model has numbers
 FULL_DISK = OSError(28, "No space left on device")
+NEW = NodeMark(
+    closed_below=0,
+    sessions={},
+    tokens_per_step=10.0,
+    steps=2,
+    seconds=1.0,
+    norm=1.0,
+    version=0,
+    rounds=0.0,
+    time=0,
+    bytes=0,
+    rejected=0,
+    reason=None,
+)
+
+
+def session(number: int, process: int = 1) -> str:
+    """The name of a session of the process with this nonce; see `NodeProcess`."""
+    return session_name(number, f"{process:08x}")
+
+
+def delta_name(session: str, seq: int, node: str = "n") -> str:
+    """The name of a delta in the store."""
+    return DeltaId(node, session, seq).name
 
 
 class MemoryFiles:
@@ -74,6 +105,7 @@ class NodeProcess:
     """A training process from its start: a node and its model.
 
     Args:
+        process: a number, from which the nonce of its sessions is made.
         checkpoint: of an earlier process, to continue from; without one the model is new.
         budget: how many effects happen before the process is killed; None for all.
     """
@@ -82,7 +114,7 @@ class NodeProcess:
         self,
         store: Store,
         files: MemoryFiles,
-        session: str,
+        process: int,
         checkpoint: Checkpoint | None = None,
         *,
         node: str = "n",
@@ -99,7 +131,7 @@ class NodeProcess:
         self.node = Node(
             Schema.of(self.model),
             node=node,
-            session=session,
+            nonce=f"{process:08x}",
             codec=make_codec(codec),
             inner_steps=2,
             initial=snapshot(self.model),
@@ -203,6 +235,7 @@ class AddingMaster:
         self.nonce = nonce
         self.schema = Schema.of(model or Counter())
         self.codec = make_codec(codec)
+        self.identity = perform(create_identity(hashlib.sha256(nonce.encode()).hexdigest()[:32]), store)
         head = perform(find_head(None), store)
         if head is None:
             head = self._publish(None, snapshot(model or Counter()), {})
@@ -216,48 +249,61 @@ class AddingMaster:
 
     def apply_deltas(self, *, refuse: bool = False, most: int = STEPS) -> int:
         """Publish a version of all deltas that are there and follow on those before; return how many there were."""
-        weights, marks, taken = self.weights, dict(self.head.marks), 0
+        weights, nodes, taken = self.weights, dict(self.head.nodes), 0
         names = [entry.name for entry in perform(list_all("in/"), self.store)][:most]
-        for delta in sorted(filter(None, map(parse_delta_name, names))):
-            if self.head.has_processed(delta):
+        for id in sorted(filter(None, map(parse_delta_name, names))):
+            if self.head.has_processed(id):
                 continue
-            assert delta.seq == (marks[delta.session_key].seq if delta.session_key in marks else 0) + 1
-            data = self.store.get(delta.name, limit=2**20)
+            data = self.store.get(id.name, limit=2**20)
             assert data is not None
             opened = open_delta(data, self.schema, self.codec)
-            assert opened.header.id == delta
+            assert opened.header.id == id
             if not refuse:
                 weights = {
                     name: value - opened.tensors[name] if name in opened.tensors else opened.buffers[name]
                     for name, value in weights.items()
                 }
-            marks[delta.session_key] = self._mark(delta.seq, opened.header.position._asdict(), refuse)
+            nodes[id.node] = self._settled(nodes.get(id.node, NEW), opened.header, refuse)
             taken += 1
         if taken:
-            self.head = self._publish(self.head, weights, marks)
+            self.head = self._publish(self.head, weights, nodes)
             for name in names:
                 self.store.delete(name)
         return taken
 
-    def _mark(self, seq: int, position: Mapping[str, int], refuse: bool) -> Mark:
-        return Mark(
-            seq=seq,
-            **position,
-            tokens_per_step=10.0,
-            seconds=1.0,
-            version=self.head.version + 1,
-            rounds=self.head.rounds + 1,
-            time="t",
-            bytes=1,
-            rejected=int(refuse),
-            reason="for a test" if refuse else None,
+    def _settled(self, mark: NodeMark, header: DeltaHeader, refuse: bool) -> NodeMark:
+        """The mark of a node after one more delta: it opens its session, and may close the one before."""
+        sessions, closed_below = dict(mark.sessions), mark.closed_below
+        before = header.predecessor
+        if header.session not in sessions:
+            assert session_number(header.session) >= closed_below, "a session that was closed"
+            if before is not None:
+                assert session_number(before.session) < session_number(header.session)
+                standing = sessions.get(before.session, SessionMark(seq=0, last=None, position=(0, 0, 0)))
+                if before.session in sessions or session_number(before.session) >= closed_below:
+                    sessions[before.session] = standing.model_copy(update={"last": before.last})
+        open_ = sessions.get(header.session, SessionMark(seq=0, last=None, position=(0, 0, 0)))
+        assert header.seq == open_.seq + 1
+        sessions[header.session] = open_.model_copy(update={"seq": header.seq, "position": tuple(header.position)})
+        for name, session in list(sessions.items()):
+            if session.last is not None and session.seq >= session.last:
+                closed_below = max(closed_below, session_number(name) + 1)
+                del sessions[name]
+        return mark.model_copy(
+            update={
+                "closed_below": closed_below,
+                "sessions": sessions,
+                "rejected": mark.rejected + refuse,
+                "reason": "for a test" if refuse else mark.reason,
+            }
         )
 
-    def publish(self, weights: Tensors) -> None:
-        """A version with these weights, whatever the deltas."""
-        self.head = self._publish(self.head, weights, self.head.marks)
+    def publish(self, weights: Tensors | None = None, nodes: dict[str, NodeMark] | None = None) -> None:
+        """A version with these weights and marks, whatever the deltas; without them, with those before."""
+        weights = self.weights if weights is None else weights
+        self.head = self._publish(self.head, weights, self.head.nodes if nodes is None else nodes)
 
-    def _publish(self, parent: Manifest | None, weights: Tensors, marks: dict[str, Mark]) -> Manifest:
+    def _publish(self, parent: Manifest | None, weights: Tensors, nodes: dict[str, NodeMark]) -> Manifest:
         version = 0 if parent is None else parent.version + 1
         data = pack_tensors(weights, {})
         path = weights_name(version, self.nonce)
@@ -267,18 +313,20 @@ class AddingMaster:
             parent=None if parent is None else parent.sha256,
             nonce=self.nonce,
             time="t",
+            store=self.identity,
             schema_id=self.schema.fingerprint,
             weights=Blob(path=path, size=len(data), sha256=hashlib.sha256(data).hexdigest()),
             momentum=None,
             outer=Outer(name="sgd", scalars={}),
-            marks=marks,
+            nodes=nodes,
+            horizon=0,
             applied=(),
             rejected=tuple[Rejection, ...](),
             fraction=1.0,
             rounds=float(version),
         )
         assert self.store.put_if_absent(path, data)
-        assert self.store.put_if_absent(head_name(version), manifest.to_bytes())
+        assert perform(create_manifest(manifest, parent), self.store)
         return manifest
 
 
@@ -291,6 +339,6 @@ def started(codec: str = "fp32") -> tuple[MemoryStore, AddingMaster, NodeProcess
     """A store with version 0, its master, and a node that has installed that."""
     store = MemoryStore()
     master = AddingMaster(store, codec=codec)
-    process = NodeProcess(store, MemoryFiles(), "s1", codec=codec)
+    process = NodeProcess(store, MemoryFiles(), 1, codec=codec)
     process.receive()
     return store, master, process

@@ -67,7 +67,7 @@ class Worker:
         self.node = Node(
             Schema.of(self.model),
             node=f"n{number}",
-            session="s",
+            nonce="00000001",
             codec=make_codec("fp32"),
             inner_steps=inner,
             initial=snapshot(self.model),

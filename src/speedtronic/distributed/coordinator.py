@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from speedtronic.config import DistributedConfig
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.identity import NodeLock, new_session, node_folder, resolve_node_id
+from speedtronic.distributed.identity import NodeLock, new_nonce, node_folder, resolve_node_id
 from speedtronic.distributed.master import MasterSettings
 from speedtronic.distributed.node import Node
 from speedtronic.distributed.node_files import NodeFiles
@@ -85,6 +85,7 @@ class DumbDiLoCoCoordinator:
         self._session: _Session | None = None
         self._staged: dict[str, Any] | None = None
         self._handed_over_at: int | None = None
+        self._resets_optimizer = False
         self._last_global_step = 0
         self._local_step = 0
         self._outer_step = 0
@@ -106,8 +107,10 @@ class DumbDiLoCoCoordinator:
 
     @property
     def reset_inner_optimizer(self) -> bool:
-        """Whether the trainer must clear the optimizer's state after an exchange; as configured."""
-        return self._config.reset_inner_optimizer
+        """Whether the trainer must clear the optimizer's state after the last exchange: as configured, and always when
+        it replaced weights that were not finite.
+        """
+        return self._config.reset_inner_optimizer or self._resets_optimizer
 
     # ------------------------------------------------------------------ lifecycle
 
@@ -234,6 +237,7 @@ class DumbDiLoCoCoordinator:
             return False
         rebase_(self._model, install.new_base, install.base, adopt=install.adopt)
         session.node.installed(install)
+        self._resets_optimizer = install.resets_optimizer
         self._last_global_step = session.node.local_step
         self._outer_step = install.manifest.version
         return True
@@ -340,7 +344,7 @@ class _Session:
         self.node = Node(
             self._schema,
             node=name,
-            session=new_session(),
+            nonce=new_nonce(),
             codec=make_codec(config.codec),
             inner_steps=config.inner_steps,
             initial=snapshot(self._model, names=self._schema.names("trained")),
@@ -462,6 +466,8 @@ class _Session:
         """On the upload thread; at the end of a run on the training thread, since that commit must not wait."""
         with self._spool_lock:
             self._perform(self.node.spool())
+        if self.node.wants_version:
+            self._wake_poll_thread()
 
     def _poll_and_note(self) -> bool:
         try:

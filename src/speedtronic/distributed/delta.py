@@ -265,7 +265,7 @@ def admit(
         if header.base_version > max_base_version:
             raise TensorFormatError(f"its base is version {header.base_version}, which does not exist yet")
         for name, tensor in delta.tensors.items():
-            if not _can_be_added(tensor):
+            if not can_be_added(tensor):
                 raise TensorFormatError(f"{name} has values that are not finite, or beyond 2^64")
         for name, tensor in delta.buffers.items():
             if not _can_be_averaged(tensor, (averages or {}).get(name)):
@@ -304,7 +304,7 @@ def _expected(schema: Schema, codec: Codec) -> dict[str, TensorType]:
     return codec.expected(schema) | schema.types("average", "newest")
 
 
-def _can_be_added(tensor: Tensor) -> bool:
+def can_be_added(tensor: Tensor) -> bool:
     """Whether all values are at most `LARGEST`, without a mask as large as the tensor; always true for integers.
 
     Where any value is NaN both bounds are NaN, and no comparison with NaN holds.
@@ -317,7 +317,7 @@ def _can_be_added(tensor: Tensor) -> bool:
 
 def _can_be_averaged(tensor: Tensor, reference: Tensor | None) -> bool:
     """Whether the difference to the global values is one that can be added."""
-    if reference is None or (_can_be_added(tensor) and _can_be_added(reference)):
-        return _can_be_added(tensor)
+    if reference is None or (can_be_added(tensor) and can_be_added(reference)):
+        return can_be_added(tensor)
     small = (tensor.abs() <= LARGEST) & (reference.abs() <= LARGEST)
     return bool((small | (tensor == reference)).all())

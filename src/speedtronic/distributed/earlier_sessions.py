@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from speedtronic.distributed.codec import Codec
@@ -14,15 +14,17 @@ from speedtronic.distributed.protocol import (
     MOST_COPIES,
     DeltaId,
     Manifest,
-    Position,
     copy_name,
     list_all,
     parse_delta_name,
 )
+from speedtronic.distributed.records import Position, session_number
 from speedtronic.distributed.requests import Get, Procedure
 from speedtronic.distributed.schema import Schema
 
-RECENT_SESSIONS = 64
+# A listed session with a number further ahead is nobody's: no master opens one that is more than 1,000 ahead, and the
+# node's own next one must be among these.
+_FURTHEST_AHEAD = 999
 
 
 class EarlierSessions(NamedTuple):
@@ -31,7 +33,7 @@ class EarlierSessions(NamedTuple):
     Attributes:
         covered: the position up to which its work is in the store, in a version or outstanding.
         outstanding: its deltas that are whole and in no version yet.
-        last_seq: by session, the greatest number in a mark or of an outstanding delta.
+        last_seq: by session, the greatest number in a mark or of an outstanding delta. Without the closed sessions.
     """
 
     covered: Position
@@ -40,12 +42,7 @@ class EarlierSessions(NamedTuple):
 
 
 def look_back(
-    node: str,
-    manifest: Manifest,
-    schema: Schema,
-    codec: Codec,
-    sessions: Iterable[str],
-    on_disk: Collection[str],
+    node: str, manifest: Manifest, schema: Schema, codec: Codec, sessions: Iterable[str]
 ) -> Procedure[EarlierSessions]:
     """Ask a store for the work of a node that the node's disk does not know.
 
@@ -55,17 +52,17 @@ def look_back(
 
     Args:
         sessions: of the node, as far as they are known.
-        on_disk: sessions that the disk knows completely, so that nothing needs to be read of them.
     """
-    marks = {key.partition("/")[2]: mark for key, mark in manifest.marks.items() if key.partition("/")[0] == node}
-    covered = max((mark.position for mark in marks.values()), default=START)
+    mark = manifest.nodes.get(node)
+    marks = {} if mark is None else mark.sessions
+    covered = START if mark is None else mark.position
+    furthest = max([0 if mark is None else mark.closed_below, *map(session_number, marks)]) + _FURTHEST_AHEAD
 
     # A listing may lag behind. It only adds sessions that nothing else names.
-    listed = [parse_delta_name(entry.name) for entry in (yield from list_all(f"{DELTAS}{node}/"))]
-    # Of sessions known by their marks alone, the recent ones are enough: a node without a disk has one more at each
-    # start, and the outstanding deltas of older ones are listed, refused or gone.
-    recent = sorted(marks, key=lambda session: (marks[session].version, session))[-RECENT_SESSIONS:]
-    asked = {*sessions, *(delta.session for delta in listed if delta and delta.node == node), *recent} - set(on_disk)
+    found = [parse_delta_name(entry.name) for entry in (yield from list_all(f"{DELTAS}{node}/"))]
+    listed = {delta.session for delta in found if delta is not None and delta.node == node}
+    known = {*sessions, *marks, *(session for session in listed if session_number(session) <= furthest)}
+    asked = {session for session in known if mark is None or not mark.has_closed(session)}
 
     # Sessions have no gaps: strong reads from the mark on find every outstanding delta.
     last_seq = dict.fromkeys(asked, 0) | {session: mark.seq for session, mark in marks.items()}

@@ -1,4 +1,4 @@
-"""The identity of a node: its name, the folder that only it may use, and the name of each of its sessions."""
+"""The identity of a node: its name, the folder that only it may use, and what tells its sessions apart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import re
 import secrets
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 from speedtronic.distributed.stores.base import COMPONENT
@@ -17,11 +16,12 @@ from speedtronic.errors import RunFolderError, RunLockedError
 _NODE_ID_FILE = "node_id"
 
 
-def _nonce() -> str:
+def new_nonce() -> str:
+    """Eight random hexadecimal digits: they tell apart two sessions of one number (see `records.session_name`)."""
     return secrets.token_hex(4)
 
 
-def resolve_node_id(configured: str | None, state_dir: Path, *, nonce: Callable[[], str] = _nonce) -> str:
+def resolve_node_id(configured: str | None, state_dir: Path, *, nonce: Callable[[], str] = new_nonce) -> str:
     """The name of this node in the store.
 
     Args:
@@ -47,11 +47,6 @@ def resolve_node_id(configured: str | None, state_dir: Path, *, nonce: Callable[
     if re.fullmatch(COMPONENT, name) is None:
         raise RunFolderError(f"{path} does not hold the name of a node; remove it, or set distributed.node_id")
     return name
-
-
-def new_session(*, now: Callable[[], datetime] = lambda: datetime.now(UTC), nonce: Callable[[], str] = _nonce) -> str:
-    """A name for a session: its start in UTC, so that the names sort by time, and eight random digits."""
-    return f"{now():%Y%m%dT%H%M%SZ}-{nonce()}"
 
 
 def node_folder(state_dir: Path, url: str, node: str) -> Path:

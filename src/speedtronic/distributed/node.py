@@ -5,15 +5,20 @@ The training thread counts steps, gives snapshots away and installs versions. Ba
 under one lock, which is held for assignments only: whole models are computed outside it, and computed again if the
 other side was faster.
 
-In copies of the trained parameters, a node holds: its base; one per delta that no version of the store covers yet,
-usually one or two and at most `MAX_PENDING`; a snapshot from a boundary to its commit, when it becomes the base; the
-base before, as memory for the next snapshot, since a copy into fresh memory takes several times as long; a version
-(with buffers and frozen weights) from its download to its installation; the residual of a lossy codec. While a delta
-is spooled its bytes come on top; while one is uploaded they are read again from the disk.
+In copies of the trained parameters, a node holds: its base; one per delta that no version of the store covers yet, at
+most `MAX_PENDING` of them; a snapshot from a boundary to its commit, when it becomes the base; the base before, as
+memory for the next snapshot, since a copy into fresh memory takes several times as long; a version (with buffers and
+frozen weights) from its download to its installation; the residual of a lossy codec. While a delta is spooled its bytes
+come on top; while one is uploaded they are read again from the disk. So without a master the peak is five copies, and
+six in the last boundary of a run.
+
+What a lossy codec still owes (the residual) is part of the commit of a delta. It has two files in turn, and is written
+before the spool that names it: a crash between the two leaves the file that the spool or the ledger before names.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -24,27 +29,39 @@ import torch
 from torch import Tensor
 
 from speedtronic.distributed.codec import Codec
-from speedtronic.distributed.delta import DeltaHeader, compute_pseudo_gradient, pack_delta, spooled_header
+from speedtronic.distributed.delta import (
+    DeltaHeader,
+    Predecessor,
+    can_be_added,
+    compute_pseudo_gradient,
+    pack_delta,
+    spooled_header,
+)
 from speedtronic.distributed.earlier_sessions import look_back
-from speedtronic.distributed.ledger import LEDGER, SPOOL, START, Ledger
-from speedtronic.distributed.packed_tensors import unpack_blob
+from speedtronic.distributed.ledger import LEDGER, RESIDUALS, SPOOL, START, Ledger
+from speedtronic.distributed.packed_tensors import TensorFormatError, pack_tensors, unpack_blob, unpack_tensors
 from speedtronic.distributed.protocol import (
-    PROTOCOL,
-    UNMARKED,
     DeltaId,
     Manifest,
-    Position,
+    check_identity,
     find_head,
     put_own,
     read_blob,
     read_manifest,
 )
-from speedtronic.distributed.requests import EventSink, Procedure, ReadFile, RemoveFile, WriteFile
+from speedtronic.distributed.records import NodeMark, Position, session_name, session_number
+from speedtronic.distributed.requests import EventSink, Get, Procedure, ReadFile, RemoveFile, WriteFile
 from speedtronic.distributed.schema import Schema, Tensors, TensorType
 from speedtronic.errors import CheckpointError, StoreContentError, StoreError
 
-MAX_PENDING = 8
+MAX_PENDING = 2
 """With so many deltas in no version yet, boundaries are skipped: memory and store stay bounded without a master."""
+
+LOOKS_PER_CHECK = 8
+"""So many looks that find nothing new, and the identity of the store is read again: a mount may be away."""
+
+REFUSED_IF_GONE, REFUSED_AT_ANY_RATE = 1.0, 3.0
+"""Rounds after which a delta that is uploaded, and in no version, was refused: if it is gone; if it still stands."""
 
 PATIENCE = 60.0  # seconds that `state_dict` waits for a delta to be written to disk
 
@@ -59,6 +76,7 @@ class Install(NamedTuple):
         adopt: whether local progress is dropped.
         manifest: of the version.
         ahead: where the training data must continue, because the store has this node's work up to there.
+        resets_optimizer: whether the state of the optimizer must go too: the weights were not finite.
     """
 
     new_base: Tensors
@@ -66,6 +84,7 @@ class Install(NamedTuple):
     adopt: bool
     manifest: Manifest
     ahead: Position | None
+    resets_optimizer: bool = False
 
 
 class _Snapshot(NamedTuple):
@@ -86,11 +105,12 @@ class _Pending(NamedTuple):
 
 
 class _Spooled(NamedTuple):
-    """The delta on disk that is not uploaded yet; its size in bytes."""
+    """The delta on disk that is not uploaded yet; its size in bytes, and the checksum of the residual after it."""
 
     id: DeltaId
     position: Position
     size: int
+    residual: str | None
 
 
 class _FirstLook(NamedTuple):
@@ -98,17 +118,24 @@ class _FirstLook(NamedTuple):
 
     Attributes:
         origin: the SHA-256 of the store's version 0.
+        store: its identity; None if it has none.
         other_store: whether what this node remembers is of another store.
-        ahead: the position that the store covers, if that is beyond what this node remembers.
+        ahead: the position that is handed over, if that is beyond what this node's checkpoint remembers.
         lost: pending deltas that exist nowhere any more.
-        last_seq: by session of this node, the greatest number that an earlier session may have reached.
+        adopted: by session that the disk does not know and the node takes for its own, the greatest number that it may
+            have reached.
+        committed: the last delta of this node.
+        owes: whether the residual is the one after that delta.
     """
 
     origin: str
-    other_store: bool = False
-    ahead: Position | None = None
-    lost: frozenset[DeltaId] = frozenset()
-    last_seq: Mapping[str, int] = {}
+    store: str | None
+    other_store: bool
+    ahead: Position | None
+    lost: frozenset[DeltaId]
+    adopted: Mapping[str, int]
+    committed: DeltaId | None
+    owes: bool
 
     @property
     def starts_over(self) -> bool:
@@ -139,7 +166,7 @@ class Node:
     Args:
         schema: of the model.
         node: this node's name in the store, one path component.
-        session: the name of this session, never used before.
+        nonce: eight hexadecimal digits for the names of this process's sessions, never used before.
         codec: how deltas are encoded.
         inner_steps: optimizer steps from boundary to boundary.
         initial: float32 CPU values of the trained parameters (others are ignored), as training starts or continues.
@@ -152,7 +179,7 @@ class Node:
         schema: Schema,
         *,
         node: str,
-        session: str,
+        nonce: str,
         codec: Codec,
         inner_steps: int,
         initial: Tensors,
@@ -160,7 +187,9 @@ class Node:
         now: Callable[[], str],
     ) -> None:
         self.node = node
-        self.session = session
+        self.session: str | None = None  # its number is known after the first look
+        self.recoveries = 0  # how often local progress was dropped because it was refused, or not finite
+        self._nonce = nonce
         self._schema = schema
         self._codec = codec
         self._inner_steps = inner_steps
@@ -193,20 +222,28 @@ class Node:
         self._spooled: _Spooled | None = None
         self._looked = False
         self._drops_local = False
+        self._resets_optimizer = False
         self._ahead: Position | None = None
+        self._committed: DeltaId | None = None  # the last delta, of any session
+        self._predecessor: DeltaId | None = None  # the last delta of the session before that one's
 
         # Used by background threads: set by `begin`, then each by one thread.
         self._known = START  # what the disk says was sent
         self._known_id: DeltaId | None = None
         self._has_ledger = False
-        self._on_disk: tuple[str, ...] = ()
+        self._knows_all = False  # whether the disk is whole
         self._origin: str | None = None
-        self._sessions: tuple[str, ...] = (session,)
-        self._seq = 0
+        self._store: str | None = None
+        self._sessions: tuple[str, ...] = ()
         self._residual: Tensors | None = None
+        self._residual_id: str | None = None
+        self._residual_slot = 0
         self._stored: DeltaId | None = None
         self._seen: Manifest | None = None
+        self._idle_looks = 0
         self._last_seq: Mapping[str, int] = {}
+        self._refusals = 0
+        self._uploaded: dict[DeltaId, float] = {}  # `rounds` of the first version that was seen after the upload
         self._unreadable: int | None = None
         self._logged: set[str] = set()
 
@@ -226,6 +263,16 @@ class Node:
     def version(self) -> int | None:
         """The version that the model is on; None before the first."""
         return self._version
+
+    @property
+    def store(self) -> str | None:
+        """The identity of the store, if it is known."""
+        return self._store
+
+    @property
+    def wants_version(self) -> bool:
+        """Whether local progress is to be dropped, and no version to adopt is there yet."""
+        return self._drops_local and self._prepared is None
 
     @property
     def unsent_steps(self) -> int:
@@ -262,7 +309,7 @@ class Node:
         """Decide what happens at a boundary; only `queued` asks for a call of `give_snapshot`.
 
         Otherwise everything stays as it is, and the next delta is cumulative: the spool is full, or the store has not
-        been read yet, or (`idle`) there is nothing to send.
+        been read yet, or (`idle`) there is nothing to send. A node that is about to adopt a version sends nothing.
 
         Args:
             last: whether no step follows. Then there is no next delta, so this one is sent even if many are pending.
@@ -270,6 +317,8 @@ class Node:
         self._boundary = self.local_step
         if self.unsent_steps <= 0:
             return "idle"
+        if self._drops_local:
+            return "waiting"
         if self._version is None or not self._looked:
             # Logged at the first skipped boundary, the second, the fourth, the eighth, …
             self._skipped += 1
@@ -315,7 +364,8 @@ class Node:
                 return None
             # A new node joins where the others are: its own start is dropped, unless it is the version's.
             adopt = self._drops_local or (self._fresh and not prepared.is_base)
-            return Install(dict(prepared.new_base), self._base, adopt, prepared.manifest, self._ahead)
+            resets = adopt and self._resets_optimizer
+            return Install(dict(prepared.new_base), self._base, adopt, prepared.manifest, self._ahead, resets)
 
     def installed(self, install: Install) -> None:
         """Note that the model is on a version."""
@@ -329,7 +379,7 @@ class Node:
                 self._began = self._position()
             if install.ahead is not None:  # the data continues there: see `continue_at`
                 self._covered, self._last = install.ahead, None
-            self._drops_local, self._ahead = False, None
+            self._drops_local, self._resets_optimizer, self._ahead = False, False, None
             # A still newer version may have been prepared meanwhile: it stays.
             if self._prepared is not None and self._prepared.manifest is manifest:
                 self._prepared = None
@@ -376,6 +426,7 @@ class Node:
                 "node": self.node,
                 "session": self.session,
                 "origin": self._origin,
+                "store": self._store,
                 "version": self._version,
                 "rounds": self._rounds,
                 "fresh": self._fresh,
@@ -416,25 +467,46 @@ class Node:
         # What the disk knows: the ledger of what was sent, and the delta in the spool, which is further.
         data = yield from ReadFile(LEDGER)
         ledger = None if data is None else Ledger.from_bytes(data)
-        if data is not None and ledger is None:
+        damaged = data is not None and ledger is None
+        if damaged:
             self._log("WARNING", "this node's ledger is damaged; the store is asked for what was sent instead")
+        owed: str | None = None
         if ledger is not None:
             self._has_ledger = True
             self._known, self._known_id = ledger.position, ledger.last(self.node)
-            self._origin, self._on_disk = ledger.origin, ledger.sessions
+            self._origin, self._store, self._sessions = ledger.origin, ledger.store, ledger.sessions
+            owed = ledger.residual
         data = yield from ReadFile(SPOOL)
         if data is not None:
             header = spooled_header(data)
             if header is None or header.node != self.node:
+                damaged = True
                 self._log("WARNING", "the delta in this node's spool is damaged; its work is not sent")
                 yield from RemoveFile(SPOOL)
             else:
-                self._spooled = _Spooled(header.id, header.position, len(data))
+                self._spooled = _Spooled(header.id, header.position, len(data), header.residual)
                 self._known, self._known_id = max(self._known, header.position), header.id
-                self._on_disk = (*self._on_disk, header.session)
-        self._sessions = tuple(dict.fromkeys((*self._on_disk, self.session)))
+                self._sessions = tuple(dict.fromkeys((*self._sessions, header.session)))
+                owed = header.residual
+        del data
+        self._knows_all = not damaged and (self._has_ledger or self._spooled is not None)
+        self._committed = self._known_id
+        if owed is not None:
+            yield from self._restore_residual(owed)
         if state is not None:
             self._restore(state)
+
+    def _restore_residual(self, owed: str) -> Procedure[None]:
+        for slot, name in enumerate(RESIDUALS):
+            data = yield from ReadFile(name)
+            if data is not None and hashlib.sha256(data).hexdigest() == owed:
+                try:
+                    self._residual, _ = unpack_tensors(data, self._schema.types("trained"))
+                except TensorFormatError:
+                    continue  # of another model, as the checkpoint will be
+                self._residual_id, self._residual_slot = owed, slot
+                return
+        self._log("WARNING", "what the codec still owed from earlier deltas is damaged on this node's disk: it is lost")
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore a checkpoint as far as the disk allows it. What was sent once must not be trained or sent again."""
@@ -445,7 +517,8 @@ class Node:
         last = None if state["last"] is None else DeltaId(self.node, **state["last"])
 
         # The checkpoint is of another node, which sends its unsent work itself, or of a run with another store.
-        if state["node"] != self.node or (self._origin and state["origin"] not in {None, self._origin}):
+        other_store = _differ(self._origin, state["origin"]) or _differ(self._store, state.get("store"))
+        if state["node"] != self.node or other_store:
             where = "another store" if state["node"] == self.node else f"node {state['node']!r}"
             self._log("WARNING", f"the checkpoint is of {where}: {self.node!r} takes only its weights to start with")
             self._start_without_unsent(covered=self._known)
@@ -474,6 +547,7 @@ class Node:
 
         # The checkpoint knows everything that was sent: continue with base, pending deltas and residual.
         self._origin = state["origin"] or self._origin
+        self._store = state.get("store") or self._store  # absent in checkpoints of protocol 1
         self._version, self._rounds, self._fresh = state["version"], state["rounds"], state["fresh"]
         self._covered, self._last = covered, last
         self._base = self._checked(state["base"], "base")
@@ -485,10 +559,12 @@ class Node:
             )
             for entry in state["pending"]
         )
-        earlier = (*(pending.id.session for pending in self._pending), state["session"])
+        earlier = [*(pending.id.session for pending in self._pending), *filter(None, [state["session"]])]
         self._sessions = tuple(dict.fromkeys((*earlier, *self._sessions)))
-        if state["residual"] is not None:
-            self._residual = self._checked(state["residual"], "residual")
+        if self._known_id is None or is_ahead(covered, self._known):
+            self._committed, self._residual_id = last, None  # what the disk has is older
+        residual = state["residual"]
+        self._residual = None if residual is None else self._checked(residual, "residual")
 
     def _start_without_unsent(self, *, covered: Position) -> None:
         self._began = self._position()
@@ -516,24 +592,46 @@ class Node:
             return False
 
         # The delta: from the base to the snapshot, encoded, with what the codec still owes from earlier deltas.
-        delta = DeltaId(self.node, self.session, self._seq + 1)
+        with self._lock:
+            assert self.session is not None, "no boundary is queued before the first look"
+            committed, predecessor = self._committed, self._predecessor
+            seq = 1
+            if committed is not None and committed.session == self.session:
+                seq = committed.seq + 1
+            else:
+                predecessor = committed
+            delta = DeltaId(self.node, self.session, seq)
         trained = snapshot.position.since(snapshot.began)
-        data, decoded, residual = self._encode(delta, snapshot, trained)
+        gradient = compute_pseudo_gradient(self._base, {name: snapshot.values[name] for name in self._trained})
+        encoded, decoded, residual = self._codec.encode(gradient, self._residual)
+        del gradient
+        broken = [name for name, tensor in decoded.items() if not can_be_added(tensor)]
+        if broken:
+            self._give_up(snapshot, broken[0])
+            return False
 
-        # The spool. Until it is durable nothing has changed.
+        # What the codec owes then, and the spool. Until that is durable nothing has changed.
+        slot = 1 - self._residual_slot
+        residual_id: str | None = None
         try:
+            if residual is not None:
+                owed = pack_tensors(residual, {})
+                residual_id = hashlib.sha256(owed).hexdigest()
+                yield from WriteFile(RESIDUALS[slot], owed)
+                del owed
+            header = self._header(delta, predecessor, snapshot, trained, residual_id)
+            data = pack_delta(header, encoded, {name: snapshot.values[name] for name in self._buffers})
+            del encoded
             yield from WriteFile(SPOOL, data)
         except OSError as error:
             # A write that failed may still have put the file in its place: it must not look committed.
             with suppress(OSError):
                 yield from RemoveFile(SPOOL)
-            with self._lock:
-                self._snapshot, self._spare = None, snapshot.values
-                self._lock.notify_all()
+            self._drop_snapshot(snapshot)
             reason = f"the spool cannot be written: {error.strerror or error}"
             self._say("delta_upload_failed", {"step": snapshot.position.step, "error": reason})
             return False
-        spooled = _Spooled(delta, snapshot.position, len(data))
+        spooled = _Spooled(delta, snapshot.position, len(data), residual_id)
         del data
 
         # The durable spool is the commit. What it makes true becomes true here, all at once. A prepared version does
@@ -547,8 +645,10 @@ class Node:
                 if self._prepared is not prepared:
                     continue
                 self._prepared = moved
-                self._seq = delta.seq
-                self._residual = residual
+                self._committed, self._predecessor = delta, predecessor
+                self._residual, self._residual_id = residual, residual_id
+                if residual is not None:
+                    self._residual_slot = slot
                 self._spooled = spooled
                 self._snapshot = None
                 self._move_base(snapshot, _Pending(delta, trained, decoded))
@@ -557,12 +657,17 @@ class Node:
         self._say("delta_upload_queued", {"step": snapshot.position.step, "seq": delta.seq, "bytes": spooled.size})
         return True
 
-    def _encode(self, delta: DeltaId, snapshot: _Snapshot, trained: Position) -> tuple[bytes, Tensors, Tensors | None]:
+    def _header(
+        self,
+        delta: DeltaId,
+        predecessor: DeltaId | None,
+        snapshot: _Snapshot,
+        trained: Position,
+        residual: str | None,
+    ) -> DeltaHeader:
         assert self._version is not None, "no boundary is queued before the first version"
-        gradient = compute_pseudo_gradient(self._base, {name: snapshot.values[name] for name in self._trained})
-        encoded, decoded, residual = self._codec.encode(gradient, self._residual)
-        header = DeltaHeader(
-            protocol=PROTOCOL,
+        before = None if predecessor is None else Predecessor(session=predecessor.session, last=predecessor.seq)
+        return DeltaHeader(
             node=delta.node,
             session=delta.session,
             seq=delta.seq,
@@ -575,9 +680,38 @@ class Node:
             schema_id=self._schema.fingerprint,
             codec=self._codec.name,
             time=self._now(),
+            predecessor=before,
+            residual=residual,
         )
-        buffers = {name: snapshot.values[name] for name in self._buffers}
-        return pack_delta(header, encoded, buffers), decoded, residual
+
+    def _drop_snapshot(self, snapshot: _Snapshot) -> None:
+        with self._lock:
+            self._snapshot, self._spare = None, snapshot.values
+            self._lock.notify_all()
+
+    def _give_up(self, snapshot: _Snapshot, name: str) -> None:
+        """Drop progress that nobody could use: no later delta would be better."""
+        with self._lock:
+            self._resets_optimizer = True
+        self._recover(f"{name} has values that are not finite, or beyond 2^64")
+        self._drop_snapshot(snapshot)
+
+    def _recover(self, reason: str, *, forget: bool = False) -> None:
+        """Let the newest version be adopted; local progress is dropped then.
+
+        Args:
+            forget: whether what is pending will not be in any version.
+        """
+        with self._lock:
+            self._drops_local, self._prepared = True, None
+            if forget:
+                self._pending = ()
+        self.recoveries += 1
+        self._log(
+            "WARNING",
+            f"{reason}: this node takes the newest version and drops what it learned since its last delta (recovery "
+            f"{self.recoveries} since its start)",
+        )
 
     def _move_base(self, snapshot: _Snapshot, pending: _Pending) -> None:
         """The snapshot becomes the base, and its delta is pending."""
@@ -606,11 +740,21 @@ class Node:
                 data = yield from ReadFile(SPOOL)
                 if data is None:
                     raise OSError("the delta is missing in this node's spool; a restart puts its work into another one")
-                yield from put_own(spooled.id.name, data)
+                yield from put_own(spooled.id.name, data, self._store)
+                del data
                 self._stored = spooled.id
-            ledger = Ledger.of(spooled.id, spooled.position, self._sessions, self._origin)
+            ledger = Ledger.of(
+                spooled.id,
+                spooled.position,
+                self._sessions,
+                origin=self._origin,
+                store=self._store,
+                residual=spooled.residual,
+            )
             yield from WriteFile(LEDGER, ledger.to_bytes())
             yield from RemoveFile(SPOOL)
+            if spooled.residual is not None:
+                yield from RemoveFile(RESIDUALS[1 - self._residual_slot])
         except (StoreError, OSError) as error:
             payload = {"seq": spooled.id.seq, "session": spooled.id.session, "error": str(error)}
             self._say("delta_upload_failed", payload)
@@ -626,10 +770,21 @@ class Node:
     # ------------------------------------------------------------------ receiving
 
     def poll(self) -> Procedure[bool]:
-        """Look for a newer version and prepare it for installation. True if there is one."""
+        """Look for a newer version and prepare it for installation. True if there is one.
+
+        Raises:
+            StoreUnavailableError: the store does not answer, or is not there.
+            StoreContentError: it holds another history, or another store lies there.
+        """
         manifest = yield from find_head(self._seen)
         if manifest is None:
-            return False
+            # A mount that is away looks like a store in which nothing is new.
+            self._idle_looks += 1
+            if self._seen is None or self._idle_looks % LOOKS_PER_CHECK == 0:
+                yield from check_identity(self._store)
+            if self._seen is None or not self.wants_version:
+                return False
+            manifest = self._seen
         if manifest.schema_id != self._schema.fingerprint:
             self._log_once(
                 "ERROR",
@@ -642,11 +797,15 @@ class Node:
         first_look = None
         if not self._looked:
             first_look, manifest = yield from self._look_first(manifest)
+        else:
+            self._store = manifest.store or self._store
+            manifest = yield from self._look_for_refusals(manifest)
 
         # Download the weights if they are newer than what the model is on or is about to be on. Else marks are enough.
         newest = self._prepared.manifest.version if self._prepared is not None else self._version
         weights = None
-        if newest is None or manifest.version > newest or (first_look is not None and first_look.starts_over):
+        starts_over = first_look is not None and first_look.starts_over
+        if newest is None or manifest.version > newest or starts_over or self.wants_version:
             data = yield from read_blob(manifest.weights)
             if data is None:
                 # Weights that were replaced and pruned meanwhile are no fault: the next look finds a newer version. If
@@ -669,7 +828,7 @@ class Node:
                 "this store was created again, or is not the one that this node took part in: the node joins it as a "
                 "new node, and takes its weights from it",
             )
-        self._report_marks(manifest)
+        self._look_for_twins(manifest)
         self._seen = manifest
         return weights is not None
 
@@ -679,37 +838,119 @@ class Node:
         first = manifest if manifest.version == 0 else (yield from read_manifest(0))
         if first is None:
             raise StoreContentError("the store has lost head/00000000.json; use a new distributed.repo_id")
-        other_store = self._origin not in {None, first.sha256}
+        other_store = _differ(self._store, manifest.store) or _differ(self._origin, first.sha256)
         if other_store:
-            yield from RemoveFile(SPOOL)
-            yield from RemoveFile(LEDGER)
-            self._has_ledger, self._known = False, START
-        covered = START if other_store else self._covered
+            for name in (SPOOL, LEDGER, *RESIDUALS):
+                yield from RemoveFile(name)
+            self._has_ledger, self._knows_all, self._known, self._known_id = False, False, START, None
+        elif manifest.store is None:
+            yield from check_identity(self._store)
+        store = manifest.store if other_store else manifest.store or self._store
+        sessions, covered, committed = self._sessions, self._covered, self._committed
+        if other_store:
+            sessions, covered, committed = (), START, None
 
-        # What did earlier sessions send? A disk that knows less than the checkpoint is not the disk of the checkpoint,
-        # so the store is asked about all sessions.
-        complete = not other_store and not is_ahead(covered, self._known)
-        on_disk: Collection[str] = self._on_disk if complete else ()
-        while True:
-            earlier = yield from look_back(self.node, manifest, self._schema, self._codec, self._sessions, on_disk)
-            newer = yield from find_head(manifest)
-            if newer is None:
-                break
-            manifest = newer  # it may have processed deltas that `look_back` did not find any more
-        sent = max(earlier.covered, self._known)
-        lost: set[DeltaId] = set()
-        if not complete:
+        # What did earlier sessions send? A disk that knows less than the checkpoint is not the disk of the checkpoint.
+        # Then the store is asked, and believed: without keys nobody else can tell whose sessions these are.
+        sent, lost, adopted = self._known, frozenset[DeltaId](), dict[str, int]()
+        if not self._knows_all or is_ahead(covered, self._known):
+            while True:
+                earlier = yield from look_back(self.node, manifest, self._schema, self._codec, sessions)
+                newer = yield from find_head(manifest)
+                if newer is None:
+                    break
+                manifest = newer  # it may have processed deltas that `look_back` did not find any more
+            sent = max(earlier.covered, sent)
             # Deltas of the checkpoint that were in the spool of a lost disk, and never reached the store.
             pending = {pending.id for pending in self._pending}
-            lost = {id for id in pending - earlier.outstanding if not manifest.has_processed(id)}
+            lost = frozenset(id for id in pending - earlier.outstanding if not manifest.has_processed(id))
+            reached = {session: seq for session, seq in earlier.last_seq.items() if seq}
+            ends = [DeltaId(self.node, *end) for end in reached.items()] + ([] if committed is None else [committed])
+            committed = max(ends, key=lambda end: (session_number(end.session), end.seq), default=None)
+            adopted = {session: seq for session, seq in reached.items() if session not in sessions}
+            if adopted:
+                self._log_once(
+                    "INFO",
+                    f"this disk does not know all that node {self.node!r} sent; the store says that its work up to "
+                    f"step {sent.step} is there",
+                    key="new disk",
+                )
 
         # The disk shall know what the store said. A full disk is no fault here: the store can be asked again.
-        if self._spooled is None and not (self._has_ledger and sent <= self._known):
-            ledger = Ledger.of(DeltaId(self.node, self.session, 0), sent, self._sessions, first.sha256)
+        owes = not other_store and sent <= max(covered, self._known)
+        knows = self._has_ledger and sent <= self._known and (self._origin, self._store) == (first.sha256, store)
+        look = _FirstLook(
+            first.sha256, store, other_store, sent if is_ahead(sent, covered) else None, lost, adopted, committed, owes
+        )
+        if not knows and (self._spooled is None or other_store):
+            residual = self._residual_id if owes else None
+            ledger = Ledger.of(
+                committed, sent, (*sessions, *adopted), origin=first.sha256, store=store, residual=residual
+            )
             with suppress(OSError):
                 yield from WriteFile(LEDGER, ledger.to_bytes())
-        ahead = sent if is_ahead(sent, covered) else None
-        return _FirstLook(first.sha256, other_store, ahead, frozenset(lost), earlier.last_seq), manifest
+        return look, manifest
+
+    def _look_for_refusals(self, manifest: Manifest) -> Procedure[Manifest]:
+        """Notice what a version, or that it came, says of this node's deltas; the newest version is returned.
+
+        What was refused, or can no longer enter, is not waited for: the node adopts the newest version.
+        """
+        assert self._seen is not None
+        assert self.session is not None
+        session = self.session
+
+        # Refused in a version.
+        mark = manifest.nodes.get(self.node)
+        dealt_with = [pending.id for pending in self._pending if manifest.has_processed(pending.id)]
+        refusals = 0 if mark is None else mark.rejected
+        if dealt_with and mark is not None and refusals > self._refusals:
+            self._refuse(dealt_with[-1], mark.reason or "unknown")
+        self._refusals = refusals
+
+        # The session was closed, by a machine of the same name or for too many open ones; or the node was forgotten.
+        is_closed = mark is not None and mark.has_closed(session)
+        was_open = self._seen.session(self.node, session) is not None
+        if is_closed or (was_open and manifest.session(self.node, session) is None):
+            if any(pending.id.session == session for pending in self._pending):
+                self._recover(
+                    f"session {session} of this node was closed, by another machine of its name or for too many open "
+                    "ones",
+                    forget=True,
+                )
+            self._open_session(mark)
+            return manifest
+
+        # Refused without a word: a version of a whole round came, and did not take it.
+        spooled = self._spooled
+        waiting = [pending.id for pending in self._pending if spooled is None or pending.id != spooled.id]
+        self._uploaded = {id: self._uploaded.get(id, manifest.rounds) for id in waiting}
+        for id, rounds in self._uploaded.items():
+            age = manifest.rounds - rounds
+            if id in dealt_with or age < REFUSED_IF_GONE:
+                continue
+            if age < REFUSED_AT_ANY_RATE:
+                if (yield from Get(id.name, limit=1, partial=True)) is not None:
+                    continue
+                newer = yield from find_head(manifest)  # it may have taken the delta
+                if newer is not None:
+                    return (yield from self._look_for_refusals(newer))
+            self._refuse(id, "the master took it into no version; its log says why", forget=True)
+            self._open_session(mark)
+            break
+        return manifest
+
+    def _refuse(self, id: DeltaId, reason: str, *, forget: bool = False) -> None:
+        self._say("delta_rejected", {"seq": id.seq, "session": id.session, "reason": reason})
+        self._recover(f"delta {id.seq} of session {id.session} was refused ({reason})", forget=forget)
+
+    def _open_session(self, mark: NodeMark | None) -> None:
+        """Let the next delta be the first of a new session."""
+        with self._lock:
+            number = 1 + max((session_number(session) for session in self._sessions), default=0)
+            number = max(number, 0 if mark is None else mark.closed_below)
+            self.session = session_name(number, self._nonce)
+            self._sessions = (*self._sessions, self.session)
 
     def _prepare(self, manifest: Manifest, first_look: _FirstLook | None, weights: Mapping[str, Tensor] | None) -> None:
         """Prepare a version, and forget the deltas that it covers."""
@@ -730,7 +971,7 @@ class Node:
                     continue
                 self._pending, self._prepared = kept, prepared
                 if first_look is not None:
-                    self._apply(first_look, [p for p in pending if p.id in lost])
+                    self._apply(first_look, [p for p in pending if p.id in lost], manifest.nodes.get(self.node))
                 return
 
     def _without(self, weights: Mapping[str, Tensor], deltas: Collection[Tensors]) -> Tensors:
@@ -743,38 +984,35 @@ class Node:
             new_base[name] = value
         return new_base
 
-    def _apply(self, first_look: _FirstLook, lost: Iterable[_Pending]) -> None:
-        self._looked = True
-        self._origin = first_look.origin
-        self._last_seq = first_look.last_seq
-        if first_look.starts_over:
+    def _apply(self, look: _FirstLook, lost: Iterable[_Pending], mark: NodeMark | None) -> None:
+        self._origin, self._store = look.origin, look.store
+        self._committed, self._last_seq = look.committed, look.adopted
+        self._refusals = 0 if mark is None else mark.rejected
+        if not look.owes:
+            self._residual = self._residual_id = None
+        if look.starts_over:
             # The model is on no version of this store, or behind what was sent: it adopts the next version.
-            self._version, self._rounds, self._residual = None, 0.0, None
-            self._drops_local, self._ahead = True, first_look.ahead
+            self._version, self._rounds = None, 0.0
+            self._drops_local, self._ahead = True, look.ahead
         else:
             # A lost delta is undone: its progress counts as unsent again, and enters the next delta.
             for pending in lost:
                 self._base = {name: base + pending.delta[name] for name, base in self._base.items()}
                 self._began = self._began.since(pending.trained)
-        if first_look.other_store:
-            self._covered, self._last, self._spooled, self._sessions = START, None, None, (self.session,)
+        if look.other_store:
+            self._covered, self._last, self._spooled, self._sessions = START, None, None, ()
+        self._sessions = (*self._sessions, *look.adopted)
+        self._open_session(mark)
+        self._looked = True
 
-    def _report_marks(self, manifest: Manifest) -> None:
-        """Report which deltas of this node were refused, and whether another machine sends in its name."""
-        is_first_look = self._seen is None
-        before = {} if self._seen is None else self._seen.marks
-        for key, mark in manifest.marks.items():
-            node, _, session = key.partition("/")
-            if node != self.node:
+    def _look_for_twins(self, manifest: Manifest) -> None:
+        """Report if another machine sends in this node's name: a session that is not ours moves while we run."""
+        mark = manifest.nodes.get(self.node)
+        for session, moved in ({} if mark is None else mark.sessions).items():
+            if session in self._sessions and session not in self._last_seq:
                 continue
-            old = before.get(key, UNMARKED)
-            if session in self._sessions:
-                # At the first look, refusals of earlier sessions are old news.
-                if mark.rejected > old.rejected and (not is_first_look or session == self.session):
-                    reason = mark.reason or "unknown"
-                    self._say("delta_rejected", {"seq": mark.seq, "session": session, "reason": reason})
-            # A session that is not ours moves while we run: another machine has this node's name.
-            elif not is_first_look and mark.seq > max(self._last_seq.get(session, 0), old.seq):
+            before = None if self._seen is None else self._seen.session(self.node, session)
+            if self._seen is not None and moved.seq > max(self._last_seq.get(session, 0), before.seq if before else 0):
                 self._log_once(
                     "WARNING",
                     f"another machine sends deltas as node {self.node!r} (session {session}): two nodes of one name "
@@ -791,3 +1029,7 @@ class Node:
         if key not in self._logged:
             self._logged.add(key)
             self._log(level, message)
+
+
+def _differ(known: str | None, other: str | None) -> bool:
+    return known is not None and other is not None and known != other
