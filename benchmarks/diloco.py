@@ -35,7 +35,8 @@ from speedtronic.distributed.delta import DeltaHeader, pack_delta
 from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.node import Node
 from speedtronic.distributed.outer import MasterOuterLoop, outer_optimizer
-from speedtronic.distributed.protocol import Position, list_all
+from speedtronic.distributed.protocol import list_all
+from speedtronic.distributed.records import Position
 from speedtronic.distributed.requests import Files, Procedure, perform
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.base import REQUEST_TIMEOUT, Buffer, Listing, Store

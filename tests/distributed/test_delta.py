@@ -28,7 +28,8 @@ from speedtronic.distributed.delta import (
     read_header,
 )
 from speedtronic.distributed.packed_tensors import TensorFormatError, content_sha256, pack_tensors
-from speedtronic.distributed.protocol import PROTOCOL, DeltaId, Position
+from speedtronic.distributed.protocol import PROTOCOL, DeltaId
+from speedtronic.distributed.records import Position
 from speedtronic.distributed.schema import Schema, Tensors
 from tests.support.exchanged import TRAINED, assert_equal, buffers_of, delta_bytes, everything, header_of
 
@@ -49,7 +50,7 @@ GOOD = delta_bytes(MODEL, some_delta())
 
 
 def judged(data: bytes | bytearray, **changes: Any) -> Delta | Refusal:
-    arguments: dict[str, Any] = {"id": ID, "schema": SCHEMA, "codec": FP32, "max_base_version": 2, "averages": AVERAGES}
+    arguments: dict[str, Any] = {"id": ID, "schema": SCHEMA, "codec": FP32, "averages": AVERAGES}
     return admit(data, **{**arguments, **changes})
 
 
@@ -121,7 +122,9 @@ class TestAdmission:
     def test_a_mask_of_infinities_is_admitted_where_the_global_one_has_them(self) -> None:
         assert isinstance(judged(GOOD), Delta)
         assert refused(GOOD, averages=None) == Refusal(
-            "mask has values that are not finite, or beyond 2^64, and differ from the global ones", damaged=False
+            "mask has values that are not finite, or beyond 2^64, and differ from the global ones",
+            damaged=False,
+            lasting=True,
         )
 
     def test_a_nodes_own_delta_is_opened_without_judging_its_values(self) -> None:
@@ -133,7 +136,7 @@ class TestAdmission:
         model = nn.Linear(2, 1)
         gradient: dict[str, Tensor] = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
 
-        delta = admit(delta_bytes(model, gradient), ID, Schema.of(model), FP32, max_base_version=2)
+        delta = admit(delta_bytes(model, gradient), ID, Schema.of(model), FP32)
 
         assert isinstance(delta, Delta)
         assert not delta.buffers
@@ -171,14 +174,13 @@ class TestRefusal:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"protocol": PROTOCOL + 1}, "protocol 2"),
+            ({"protocol": PROTOCOL + 1}, "protocol 3"),
             ({"schema_id": "0" * 64}, "another model"),
             ({"codec": "int4"}, "its codec is int4, not fp32: distributed.codec differs"),
             ({"codec": "\u2028" * 64}, "codec"),
             ({"node": "eve"}, "it is in/eve/s1/00000003.safetensors, under another name"),
             ({"session": "s2"}, "under another name"),
             ({"seq": 4}, "under another name"),
-            ({"base_version": 3}, "its base is version 3"),
             ({"node": "../../x"}, "node"),
             ({"node": ".."}, "node"),
             ({"node": "a/b"}, "node"),
@@ -215,7 +217,9 @@ class TestRefusal:
     def test_a_replay_under_another_name_is_refused_for_good(self) -> None:
         for replayed in (ID._replace(seq=4), ID._replace(session="s2"), ID._replace(node="bob")):
             refusal = refused(GOOD, id=replayed)
-            assert refusal == Refusal("it is in/ann/s1/00000003.safetensors, under another name", damaged=False)
+            assert refusal == Refusal(
+                "it is in/ann/s1/00000003.safetensors, under another name", damaged=False, lasting=True
+            )
 
     def test_a_header_that_is_not_canonical_is_refused(self) -> None:
         tensors = {**some_delta(), **buffers_of(MODEL)}
@@ -226,7 +230,9 @@ class TestRefusal:
         assert refused(pack_tensors(tensors, {"speedtronic_delta": text, "more": "x"})).reason == "it is not a delta"
 
     def test_another_safetensors_object_is_not_a_delta(self) -> None:
-        assert refused(pack_tensors({**some_delta(), **AVERAGES}, {})) == Refusal("it is not a delta", damaged=False)
+        assert refused(pack_tensors({**some_delta(), **AVERAGES}, {})) == Refusal(
+            "it is not a delta", damaged=False, lasting=True
+        )
 
     def test_every_beginning_of_a_delta_counts_as_damaged(self) -> None:
         for length in range(0, len(GOOD), 7):
@@ -239,7 +245,7 @@ class TestRefusal:
             assert refused(data) == Refusal("its tensors do not match their checksum", damaged=True)
 
     def test_bytes_after_a_delta_are_refused(self) -> None:
-        assert refused(GOOD + b"\x00") == Refusal("1 bytes follow its tensors", damaged=False)
+        assert refused(GOOD + b"\x00") == Refusal("1 bytes follow its tensors", damaged=False, lasting=True)
 
     def test_an_object_larger_than_any_delta_is_refused_unread(self) -> None:
         refusal = refused(bytes(max_delta_bytes(SCHEMA, FP32) + 1))

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from speedtronic.distributed import master as master_module
 from speedtronic.distributed.delta import LARGEST
-from speedtronic.distributed.master import DOUBTFUL_LOOKS, MasterSettings, commit, publish_tensors
+from speedtronic.distributed.master import DOUBTFUL_LOOKS, MasterSettings, publish_tensors
 from speedtronic.distributed.protocol import (
     DeltaId,
     Manifest,
     copy_name,
+    create_manifest,
     head_name,
     momentum_name,
     weights_name,
 )
+from speedtronic.distributed.records import SessionMark
 from speedtronic.distributed.requests import Put, perform
 from speedtronic.distributed.schema import Schema
 from speedtronic.distributed.stores.base import Entry, Listing
@@ -59,7 +61,7 @@ def test_the_first_master_publishes_the_initial_weights_as_version_0() -> None:
     master = new_master()
     assert perform(master.poll(), store) == 0
     head = head_of(store)
-    assert (head.version, head.rounds, head.momentum, head.marks) == (0, 0.0, None, {})
+    assert (head.version, head.rounds, head.momentum, head.nodes) == (0, 0.0, None, {})
     for name, value in weights_of(store, head).items():
         torch.testing.assert_close(value, INITIAL[name], rtol=0, atol=0)
 
@@ -85,7 +87,7 @@ def test_a_master_logs_the_version_from_which_it_continues() -> None:
 
 def test_a_manifest_too_large_to_read_is_not_created(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    monkeypatch.setattr("speedtronic.distributed.master.MANIFEST_LIMIT", 100)
+    monkeypatch.setattr("speedtronic.distributed.protocol.MANIFEST_LIMIT", 100)
     with pytest.raises(StoreContentError, match="too large"):
         perform(new_master().poll(), store)
     assert names(store, "head/") == []
@@ -108,9 +110,9 @@ def test_objects_with_other_dtypes_or_shapes_are_named(part: str) -> None:
     send(store, "a", 1, [1.0] * 3)
     perform(new_master(AVERAGING).poll(), store)
     head = head_of(store)
-    blob = perform(publish_tensors(weights_name(2, "x"), {"weight": torch.zeros(5)}), store)
+    blob = perform(publish_tensors(weights_name(2, "x"), {"weight": torch.zeros(5)}, head.store), store)
     following = {"version": 2, "parent": head.sha256, "nonce": "x", part: blob}
-    assert perform(commit(head.model_copy(update=following)), store)
+    assert perform(create_manifest(head.model_copy(update=following), head), store)
     with pytest.raises(StoreContentError, match=blob.path):
         perform(new_master(AVERAGING).poll(), store)
 
@@ -133,7 +135,7 @@ def test_synchronous_rounds_are_plain_diloco_bit_for_bit() -> None:
     reference = INITIAL["weight"].clone().requires_grad_()
     optimizer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
     for round_ in range(1, 6):
-        deltas = [torch.randn(3, generator=generator) for _ in range(4)]
+        deltas = [torch.rand(3, generator=generator) + 0.5 for _ in range(4)]
         for node, delta in zip("abcd", deltas, strict=True):
             send(store, node, round_, delta.tolist(), base_version=round_ - 1)
         reference.grad = (deltas[0] + deltas[1] + deltas[2] + deltas[3]) / 4
@@ -393,62 +395,147 @@ def test_a_node_whose_deltas_are_all_refused_is_not_expected() -> None:
 # --- What is refused
 
 
-def test_a_stale_delta_is_refused_and_advances_the_mark() -> None:
+def test_a_stale_delta_of_an_open_session_is_refused_and_advances_the_mark() -> None:
     store, heard = MemoryStore(), Heard()
     master = new_master(MasterSettings(expected_nodes=1, max_staleness=1.5), heard=heard)
     perform(master.poll(), store)
+    send(store, "b", 1, [0.0] * 3)
     for seq in (1, 2):
         send(store, "a", seq, [0.0] * 3, base_version=seq - 1)
         perform(master.poll(), store)
-    late = send(store, "b", 1, [1.0] * 3, base_version=0, step=77)
+    late = send(store, "b", 2, [1.0] * 3, base_version=0, step=77)
     in_time = send(store, "c", 1, [1.0] * 3, base_version=1)
     assert perform(master.poll(), store) == 1
     head = head_of(store)
     assert head.applied == (in_time.name,)
     assert [(one.name, one.reason.split(":")[0]) for one in head.rejected] == [(late.name, "stale")]
-    mark = head.marks["b/s"]
-    assert (mark.seq, mark.rejected, mark.step) == (1, 1, 77)
-    assert mark.reason == head.rejected[0].reason
+    node, session = head.nodes["b"], head.session("b", "s")
+    assert session is not None
+    assert (session.seq, session.position, node.rejected) == (2, (77, 2000, 2000), 1)
+    assert node.reason == head.rejected[0].reason
+    assert (node.version, node.rounds) == (1, 1.0), "nothing of it entered since"
     assert late.name not in names(store)
     assert late.name in heard.words
 
 
-def test_a_refused_delta_moves_no_weights_and_is_remembered() -> None:
+def test_a_refused_delta_of_an_open_session_moves_no_weights_and_is_remembered() -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
+    send(store, "a", 1, [1.0, 0.0, 0.0])
+    perform(master.poll(), store)
     before = head_of(store)
-    send(store, "a", 1, [float("inf"), 0.0, 0.0])
+    send(store, "a", 2, [float("inf"), 0.0, 0.0])
     assert perform(master.poll(), store) == 0
     head = head_of(store)
-    assert (head.version, head.fraction, head.rounds) == (1, 0.0, 0.0)
+    assert (head.version, head.fraction, head.rounds) == (2, 0.0, 1.0)
     assert head.weights == before.weights, "nothing is uploaded for it"
     assert names(store, "in/") == []
-    for seq in range(2, 40):
+    for seq in range(3, 40):
         send(store, "a", seq, [float("inf"), 0.0, 0.0])
         perform(master.poll(), store)
-    assert torch.equal(weight_of(store), INITIAL["weight"]), "what the head names is never pruned, however old"
+    assert torch.equal(weight_of(store), INITIAL["weight"] - torch.tensor([1.0, 0.0, 0.0])), (
+        "what the head names is never pruned, however old"
+    )
     send(store, "a", 40, [1.0, 0.0, 0.0])
     assert perform(new_master(AVERAGING).poll(), store) == 1
 
 
+@pytest.mark.parametrize(
+    ("values", "header", "left"),
+    [
+        ([float("nan")] * 3, {}, False),
+        ([1.0] * 3, {"base_version": 9}, True),
+        ([1.0] * 3, {"base_version": 2**62}, True),
+        ([1.0] * 3, {"protocol": 3}, True),
+        ([1.0] * 3, {"predecessor": ("t", 1)}, True),
+    ],
+)
+def test_a_refusal_of_a_session_that_nothing_opened_leaves_nothing_in_the_manifest(
+    values: list[float], header: dict[str, Any], left: bool
+) -> None:
+    store, heard = Watched(), Heard()
+    master = new_master(heard=heard)
+    perform(master.poll(), store)
+    delta = send(store.inner, "a", 1, values, **header)
+    for _ in range(5):
+        assert perform(master.poll(), store) == 0
+    assert head_of(store).version == 0
+    assert store.counts()["get", delta.name] == 1, "it is not read again"
+    assert heard.words.count(f"refused {delta.name}: ") == 1
+    assert (delta.name in names(store)) == left, "what nobody can ever admit is deleted"
+
+
+def test_a_later_delta_opens_the_session_with_the_refusals_in_its_mark() -> None:
+    store, master = MemoryStore(), new_master(AVERAGING)
+    perform(master.poll(), store)
+    first = send(store, "a", 1, [float("nan")] * 3)
+    perform(master.poll(), store)
+    second = send(store, "a", 2, [1.0] * 3, base_version=9)
+    third = send(store, "a", 3, [1.0] * 3)
+    assert perform(master.poll(), store) == 1
+    head = head_of(store)
+    assert (head.applied, [one.name for one in head.rejected]) == ((third.name,), [first.name, second.name])
+    session = head.session("a", "s")
+    assert (session and session.seq, head.nodes["a"].rejected) == (3, 2)
+    assert names(store, "in/") == []
+
+
+def test_a_base_that_is_not_known_yet_is_looked_at_again_when_it_is() -> None:
+    store, master = Watched(), new_master(AVERAGING)
+    perform(master.poll(), store)
+    early = send(store.inner, "b", 1, [1.0] * 3, base_version=1)
+    for _ in range(3):
+        assert perform(master.poll(), store) == 0
+    send(store.inner, "a", 1, [1.0] * 3)
+    assert perform(master.poll(), store) == 1
+    assert perform(master.poll(), store) == 1
+    assert head_of(store).applied == (early.name,)
+    assert store.counts()["get", early.name] == 2
+
+
 def test_a_delta_that_is_too_large_is_refused_without_a_download() -> None:
-    store, master = Watched(), new_master()
+    store, heard = Watched(), Heard()
+    master = new_master(heard=heard)
     perform(master.poll(), store)
     name = DeltaId("a", "s", 1).name
     store.inner.put_if_absent(name, bytes(10**6))
-    store.requests.clear()
     assert perform(master.poll(), store) == 0
     assert ("get", name) not in store.requests
-    assert "1000000 bytes" in head_of(store).rejected[0].reason
-    assert head_of(store).marks["a/s"].seq == 1
+    assert "1000000 bytes" in heard.words
+    assert names(store, "in/") == []
 
 
-def test_a_base_that_is_not_in_the_store_is_refused() -> None:
-    store, master = MemoryStore(), new_master()
+@pytest.mark.parametrize("junk", [b"pickled", bytes(10**6), None])
+def test_a_delta_beside_what_another_put_in_its_place_enters(junk: bytes | None) -> None:
+    store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
-    send(store, "a", 1, [0.0] * 3, base_version=9)
+    delta = DeltaId("a", "s", 1)
+    forged = packed_delta(DeltaId("eve", "s", 1), {"weight": torch.zeros(3)})
+    store.put_if_absent(delta.name, forged if junk is None else junk)
+    store.put_if_absent(copy_name(delta.name, 1), packed_delta(delta, {"weight": torch.ones(3)}))
+    assert perform(master.poll(), store) == 1
+    assert torch.equal(weight_of(store), INITIAL["weight"] - 1)
+    assert names(store, "in/") == []
+
+
+def test_a_copy_as_protocol_1_named_it_is_read_if_it_is_listed() -> None:
+    store, master = MemoryStore(), new_master(AVERAGING)
+    perform(master.poll(), store)
+    delta = DeltaId("a", "20250101T000000Z-0badcafe", 1)
+    data = packed_delta(delta, {"weight": torch.ones(3)}, protocol=1)
+    store.put_if_absent(delta.name, data[:-5])
+    store.put_if_absent(delta.name.replace(".safetensors", "-1.safetensors"), data)
+    assert perform(master.poll(), store) == 1
+    assert names(store, "in/") == []
+
+
+def test_deltas_of_another_codec_are_refused_and_left_for_a_master_that_has_it() -> None:
+    store, master = MemoryStore(), new_master(MasterSettings(outer_lr=1.0, codec="bf16", expected_nodes=1))
+    perform(master.poll(), store)
+    delta = send(store, "a", 1, [1.0] * 3)
     assert perform(master.poll(), store) == 0
-    assert "9" in head_of(store).rejected[0].reason
+    assert names(store, "in/") == [delta.name]
+    assert perform(new_master(AVERAGING).poll(), store) == 1
 
 
 def test_finite_values_with_an_infinite_sum_are_refused() -> None:
@@ -457,7 +544,7 @@ def test_finite_values_with_an_infinite_sum_are_refused() -> None:
     send(store, "a", 1, [3e38] * 3)
     send(store, "b", 1, [3e38] * 3)
     assert perform(master.poll(), store) == 0
-    assert len(head_of(store).rejected) == 2
+    assert (head_of(store).version, names(store, "in/")) == (0, [])
     assert torch.equal(weight_of(store), INITIAL["weight"])
 
 
@@ -474,13 +561,14 @@ def test_no_header_makes_a_sum_of_admitted_values_overflow_float32() -> None:
 
 def test_a_value_where_the_global_mask_has_none_is_refused() -> None:
     initial = {**INITIAL, "running": torch.tensor([-torch.inf, 10.0])}
-    store, master = MemoryStore(), new_master(two_of_two(), initial=initial)
+    store, heard = MemoryStore(), Heard()
+    master = new_master(MasterSettings(expected_nodes=2, quorum=1), initial=initial, heard=heard)
     perform(master.poll(), store)
     buffers = {"running": torch.tensor([0.0, 10.0]), "count": torch.tensor(1)}
     send(store, "a", 1, [1.0] * 3, buffers=buffers)
     send(store, "b", 1, [1.0] * 3, buffers={**buffers, "running": initial["running"].clone()})
     assert perform(master.poll(), store) == 1
-    assert [rejection.name for rejection in head_of(store).rejected] == [DeltaId("a", "s", 1).name]
+    assert f"refused {DeltaId('a', 's', 1).name}: running has values" in heard.words
     assert torch.equal(weights_of(store, head_of(store))["running"], torch.tensor([-torch.inf, 10.0]))
 
 
@@ -524,13 +612,28 @@ def test_a_torn_delta_waits_for_its_copy() -> None:
 def test_a_torn_delta_is_given_up_after_ten_looks(part: int) -> None:
     store, master = MemoryStore(), new_master(AVERAGING)
     perform(master.poll(), store)
-    delta = DeltaId("a", "s", 1)
+    send(store, "a", 1, [1.0] * 3)
+    perform(master.poll(), store)
+    delta = DeltaId("a", "s", 2)
     store.put_if_absent(delta.name, packed_delta(delta, {"weight": torch.ones(3)})[:part])
     for _ in range(DOUBTFUL_LOOKS):
-        assert head_of(store).version == 0
+        assert head_of(store).version == 1
         perform(master.poll(), store)
     assert [one.name for one in head_of(store).rejected] == [delta.name]
-    assert torch.equal(weight_of(store), INITIAL["weight"])
+    assert torch.equal(weight_of(store), INITIAL["weight"] - 1)
+
+
+def test_a_torn_delta_of_a_session_that_nothing_opened_is_left_alone() -> None:
+    store, heard = Watched(), Heard()
+    master = new_master(AVERAGING, heard=heard)
+    perform(master.poll(), store)
+    delta = DeltaId("a", "s", 1)
+    store.inner.put_if_absent(delta.name, packed_delta(delta, {"weight": torch.ones(3)})[:-1])
+    for _ in range(3 * DOUBTFUL_LOOKS):
+        perform(master.poll(), store)
+    assert (head_of(store).version, names(store, "in/")) == (0, [delta.name])
+    assert store.counts()["get", delta.name] == 2, "at first, and when it was given up"
+    assert heard.words.count("refused") == 1
 
 
 def test_a_torn_delta_is_given_up_when_a_later_one_is_there() -> None:
@@ -585,7 +688,7 @@ def test_a_gap_of_any_length_is_given_up_as_a_whole() -> None:
     for _ in range(DOUBTFUL_LOOKS + 2):
         perform(master.poll(), store)
     history = history_of(store)
-    assert [manifest.marks["a/s"].seq for manifest in history[1:]] == [1, 99_999_998, 99_999_999]
+    assert [manifest.nodes["a"].sessions["s"].seq for manifest in history[1:]] == [1, 99_999_998, 99_999_999]
     assert history[2].rejected[0].reason.startswith("missing")
     assert history[3].applied == (last.name,)
     assert names(store, "in/") == []
@@ -598,9 +701,9 @@ def test_a_removed_delta_does_not_stop_its_session_for_ever() -> None:
     for _ in range(DOUBTFUL_LOOKS):
         assert head_of(store).version == 0
         perform(master.poll(), store)
-    assert [one.reason.split(",")[0] for one in head_of(store).rejected] == ["missing"]
     assert perform(master.poll(), store) == 1
-    assert head_of(store).applied == (later.name,)
+    head = head_of(store)
+    assert ([one.reason.split(",")[0] for one in head.rejected], head.applied) == (["missing"], (later.name,))
 
 
 class Tearing(Watched):
@@ -639,10 +742,10 @@ def test_torn_weights_are_never_named(prefix: str) -> None:
     head = head_of(store)
     assert head.momentum is not None
     named = head.weights if prefix == "w/" else head.momentum
-    assert named.path.endswith("-1.safetensors")
+    assert named.path.endswith(".1.safetensors")
     for blob in (head.weights, head.momentum):
         assert store.get(blob.path, limit=blob.size, size=blob.size, sha256=blob.sha256) is not None
-    torn = named.path.replace("-1.safetensors", ".safetensors")
+    torn = named.path.replace(".1.safetensors", ".safetensors")
     assert torn not in names(store), "swept with the other orphans"
 
 
@@ -693,7 +796,7 @@ def test_a_master_killed_at_any_request_changes_nothing_of_the_history(done: boo
             assert one.applied == other.applied
             assert one.weights.sha256 == other.weights.sha256
             assert (one.momentum and one.momentum.sha256) == (other.momentum and other.momentum.sha256)
-            assert (one.marks, one.rounds, one.outer) == (other.marks, other.rounds, other.outer)
+            assert (one.nodes, one.rounds, one.outer) == (other.nodes, other.rounds, other.outer)
         assert names(store, "in/") == [], f"request {at}"
 
 
@@ -886,7 +989,7 @@ def test_each_delta_is_downloaded_once() -> None:
             sent.append(send(store.inner, node, round_, [0.0] * 3, base_version=round_ - 1))
             perform(master.poll(), store)
     counts = store.counts()
-    assert [counts["get", delta.name] for delta in sent] == [1] * 15
+    assert [counts["get", delta.name] for delta in sent] == [2] * 3 + [1] * 12, "in the first round, headers before"
     assert head_of(store).version == 5
 
 
@@ -927,10 +1030,15 @@ def test_the_outer_step_event_has_its_numbers() -> None:
     perform(master.poll(), store)
     send(store, "a", 1, [0.0] * 3)
     send(store, "a", 2, [0.0] * 3)
-    send(store, "b", 1, [float("nan")] * 3)
+    send(store, "b", 1, [0.0] * 3)
+    perform(master.poll(), store)
+    send(store, "a", 3, [0.0] * 3, base_version=1)
+    send(store, "b", 2, [float("nan")] * 3, base_version=1)
+    send(store, "c", 1, [0.0] * 3, base_version=1)
     perform(master.poll(), store)
     assert heard.of("outer_step") == [
-        {"version": 1, "deltas": 2, "nodes": 1, "fraction": 0.25, "rounds": 0.25, "rejected": 1}
+        {"version": 1, "deltas": 3, "nodes": 2, "fraction": 0.5, "rounds": 0.5, "rejected": 0},
+        {"version": 2, "deltas": 2, "nodes": 2, "fraction": 0.5, "rounds": 1.0, "rejected": 1},
     ]
 
 
@@ -939,12 +1047,14 @@ def test_marks_say_how_far_each_session_is_processed() -> None:
     perform(master.poll(), store)
     size = 0
     for seq in (1, 2):
-        delta = send(store, "a", seq, [0.0] * 3, steps=10, tokens=500, seconds=2.5, base_version=seq - 1)
+        delta = send(store, "a", seq, [1.0, 1.0, 0.0], steps=10, tokens=500, seconds=2.5, base_version=seq - 1)
         size += len(store.get(delta.name, limit=10**6) or b"")
         perform(master.poll(), store)
-    mark = head_of(store).marks["a/s"]
-    assert (mark.seq, mark.position, mark.tokens_per_step, mark.seconds) == (2, (20, 1000, 1000), 50.0, 2.5)
+    mark = head_of(store).nodes["a"]
+    assert mark.sessions == {"s": SessionMark(seq=2, last=None, position=(20, 1000, 1000))}
+    assert (mark.tokens_per_step, mark.steps, mark.seconds, mark.norm) == (50.0, 10, 2.5, 1.414214)
     assert (mark.version, mark.rounds, mark.bytes, mark.rejected, mark.reason) == (2, 2.0, size, 0, None)
+    assert (mark.closed_below, mark.time) == (0, 1767225600)
 
 
 def test_another_outer_optimizer_starts_without_the_former_state() -> None:

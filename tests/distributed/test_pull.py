@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from speedtronic.checkpoint.export.files import ExportError
-from speedtronic.distributed.protocol import weights_name
+from speedtronic.distributed.protocol import Manifest, weights_name
 from speedtronic.distributed.pull import pull, target
 from speedtronic.distributed.stores import MemoryStore
 from speedtronic.durable.files import FileSystem
@@ -90,10 +90,11 @@ class Overtaken(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__("overtaken")
+        self._head: Manifest | None = None
         self._head = publish_two_versions(self)
 
     def get(self, name: str, **options: object) -> bytes | None:  # type: ignore[override]  # the same, loosely
-        if name == self._head.weights.path and self._head.version < 4:
+        if self._head is not None and name == self._head.weights.path and self._head.version < 4:
             self.delete(name)
             self._head = publish(self, self._head)
         return super().get(name, **options)  # type: ignore[arg-type]  # as they were given

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.delta import DeltaHeader, pack_delta
+from speedtronic.distributed.delta import DeltaHeader, Predecessor, pack_delta
 from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.outer import outer_optimizer
 from speedtronic.distributed.packed_tensors import PackedTensors
-from speedtronic.distributed.protocol import DeltaId, Manifest, find_head, read_manifest
+from speedtronic.distributed.protocol import PROTOCOL, DeltaId, Manifest, find_head, read_manifest
 from speedtronic.distributed.records import Position
 from speedtronic.distributed.requests import Effect, List, Procedure, T, answer, perform
 from speedtronic.distributed.schema import Schema, Tensors, snapshot
@@ -81,6 +81,7 @@ def new_master(
     initial: Tensors | None = None,
     clock: Clock | None = None,
     heard: Heard | None = None,
+    store_id: str | None = None,
 ) -> Master:
     """A master that knows nothing yet, with nonces that no other master uses."""
     number, attempts = next(_masters), itertools.count()
@@ -94,6 +95,7 @@ def new_master(
         clock=clock or Clock(),
         now=lambda: "2026-01-01T00:00:00.000+00:00",
         say=heard or Heard(),
+        store_id=store_id,
     )
 
 
@@ -109,9 +111,12 @@ def packed_delta(
     step: int | None = None,
     buffers: Mapping[str, Tensor] | None = None,
     codec: str = "fp32",
+    predecessor: tuple[str, int] | None = None,
+    protocol: int = PROTOCOL,
 ) -> bytes:
     encoded = make_codec(codec).encode(dict(trained), None).tensors
     header = DeltaHeader(
+        protocol=protocol,
         node=delta.node,
         session=delta.session,
         seq=delta.seq,
@@ -124,6 +129,7 @@ def packed_delta(
         schema_id=schema.fingerprint,
         codec=codec,
         time="2026-01-01T00:00:00Z",
+        predecessor=Predecessor(session=predecessor[0], last=predecessor[1]) if predecessor is not None else None,
     )
     if buffers is None:
         buffers = {name: INITIAL[name] for name in schema.names("average", "newest")}

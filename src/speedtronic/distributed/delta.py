@@ -7,6 +7,7 @@ encoded pseudo-gradient of the trained parameters, and the values of the buffers
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -45,6 +46,8 @@ _SINCE_PROTOCOL_2 = frozenset({"predecessor", "residual", "fragment"})
 
 LARGEST = 2.0**64
 """The largest value that is added up: no weighted sum of such values leaves float32, whatever the headers say."""
+
+_PIECE = 2**16  # values
 
 
 # --- Pseudo-gradients
@@ -176,15 +179,26 @@ class Refusal(NamedTuple):
         reason: for people; what it quotes of the object is cut to a length that suits a log.
         damaged: whether a broken upload may have left the object so. It then counts as absent for now, since its node
             will send it again. Any other object is refused for good.
+        lasting: whether no master of this model would admit it, whatever its settings: nobody needs the object.
     """
 
     reason: str
     damaged: bool
+    lasting: bool = False
+
+
+class _OtherSettingsError(TensorFormatError):
+    """A master with other settings, or of a later version, would read the object."""
 
 
 def max_delta_bytes(schema: Schema, codec: Codec) -> int:
     """The most bytes that a delta of this model can have; anything larger need not be downloaded."""
     return packed_size(_expected(schema, codec))
+
+
+def header_limit(schema: Schema, codec: Codec) -> int:
+    """The most bytes of JSON in the header of a delta of this model."""
+    return longest_header(_expected(schema, codec))
 
 
 def pack_delta(header: DeltaHeader, encoded: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> bytes:
@@ -242,10 +256,10 @@ def admit(
     schema: Schema,
     codec: Codec,
     *,
-    max_base_version: int,
     averages: Mapping[str, Tensor] | None = None,
 ) -> Delta | Refusal:
-    """Decide whether an object may enter the weights. Never raises, and takes no memory because the object claims it.
+    """Decide by an object alone whether it may enter the weights. Never raises, and takes no memory because the object
+    claims it.
 
     The order: size, header, tensors' names, dtypes and shapes, checksum, identity, finite values.
 
@@ -253,17 +267,13 @@ def admit(
         data: the object.
         id: the delta that the object's name stands for.
         schema, codec: those of the run.
-        max_base_version: the newest version that its base can have been made from.
         averages: the global values of the averaged buffers. A value that cannot be added up, as masks have, is admitted
             only where it equals the global one.
     """
     try:
         delta = open_delta(data, schema, codec)
-        header = delta.header
-        if header.id != id:
-            raise TensorFormatError(f"it is {header.id.name}, under another name")
-        if header.base_version > max_base_version:
-            raise TensorFormatError(f"its base is version {header.base_version}, which does not exist yet")
+        if delta.header.id != id:
+            raise TensorFormatError(f"it is {delta.header.id.name}, under another name")
         for name, tensor in delta.tensors.items():
             if not can_be_added(tensor):
                 raise TensorFormatError(f"{name} has values that are not finite, or beyond 2^64")
@@ -273,7 +283,9 @@ def admit(
                     f"{name} has values that are not finite, or beyond 2^64, and differ from the global ones"
                 )
     except TensorFormatError as error:
-        return Refusal(str(error), damaged=error.torn)
+        return Refusal(
+            str(error), damaged=error.torn, lasting=not (error.torn or isinstance(error, _OtherSettingsError))
+        )
     return delta
 
 
@@ -284,20 +296,32 @@ def open_delta(data: Buffer, schema: Schema, codec: Codec) -> Delta:
         TensorFormatError: it is torn, or not of this model.
     """
     if len(data) > max_delta_bytes(schema, codec):
-        raise TensorFormatError(f"it has {len(data)} bytes; a delta of this model has less")
-    expected = _expected(schema, codec)
-    header = read_header(data, limit=longest_header(expected))
+        raise _OtherSettingsError(f"it has {len(data)} bytes; a delta of this model has less")
+    header = read_header(data, limit=header_limit(schema, codec))
     if not 1 <= header.protocol <= PROTOCOL:
-        raise TensorFormatError(f"it is of protocol {header.protocol}, not {PROTOCOL}: another version of Speedtronic")
+        raise _OtherSettingsError(
+            f"it is of protocol {header.protocol}, not {PROTOCOL}: another version of Speedtronic"
+        )
     if header.schema_id != schema.fingerprint:
         raise TensorFormatError("it is of another model: names, shapes, dtypes or the trained parameters differ")
     if header.codec != codec.name:
-        raise TensorFormatError(f"its codec is {header.codec}, not {codec.name}: distributed.codec differs")
-    packed = PackedTensors(data, expected)
+        raise _OtherSettingsError(f"its codec is {header.codec}, not {codec.name}: distributed.codec differs")
+    packed = PackedTensors(data, _expected(schema, codec))
     if hashlib.sha256(packed.content).hexdigest() != header.sha256:
         raise TensorFormatError("its tensors do not match their checksum", torn=True)
     encoded = packed.only(codec.expected(schema))
     return Delta(header, codec.decode(encoded, schema), packed.only(schema.names("average", "newest")))
+
+
+def norm(tensors: Mapping[str, Tensor]) -> float:
+    """The Euclidean norm of all values together, each tensor taken up once; in float64, in pieces that fit a cache."""
+    squares = 0.0
+    for name in tensors:
+        tensor = tensors[name]
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        for piece in torch.split(values.flatten(), _PIECE):
+            squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
+    return math.sqrt(squares)
 
 
 def _expected(schema: Schema, codec: Codec) -> dict[str, TensorType]:

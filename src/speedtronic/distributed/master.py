@@ -7,33 +7,56 @@ be sure of that (a request failed during a publication, another master was faste
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.delta import Delta, DeltaHeader, Refusal, admit, max_delta_bytes
-from speedtronic.distributed.packed_tensors import pack_tensors, unpack_blob
+from speedtronic.distributed.delta import (
+    Delta,
+    DeltaHeader,
+    Refusal,
+    admit,
+    header_limit,
+    max_delta_bytes,
+    norm,
+    read_header,
+)
+from speedtronic.distributed.marks import (
+    CLIPPED,
+    RECENT_ROUNDS,
+    REFUSED,
+    Marks,
+    SessionKey,
+    Settled,
+    most_tokens,
+    recent_marks,
+    rounded,
+    seconds_of_a_delta,
+    usual_norm,
+)
+from speedtronic.distributed.packed_tensors import TensorFormatError, pack_tensors, unpack_blob
 from speedtronic.distributed.protocol import (
     DELTAS,
-    MANIFEST_LIMIT,
     MOMENTUM,
     MOST_COPIES,
     PROTOCOL,
     WEIGHTS,
-    Blob,
     DeltaId,
     Manifest,
-    Mark,
-    Outer,
-    Rejection,
+    check_head,
+    check_identity,
     copy_name,
+    create_identity,
+    create_manifest,
     find_head,
     head_name,
     list_all,
@@ -45,16 +68,17 @@ from speedtronic.distributed.protocol import (
     read_manifest,
     weights_name,
 )
-from speedtronic.distributed.requests import Delete, EventSink, Get, Procedure, Put
+from speedtronic.distributed.records import Blob, NodeMark, Outer, seconds_of
+from speedtronic.distributed.requests import Delete, EventSink, Get, Procedure
 from speedtronic.distributed.schema import Schema, Tensors, TensorType
 from speedtronic.distributed.stores.base import Entry
 from speedtronic.errors import StoreContentError, StoreError
 
-RECENT_ROUNDS = 5  # a node that was in one of the last five rounds takes part
+HINTED_VERSIONS = 5  # the first ones, for which `expected_nodes` decides; afterwards who takes part decides
 DOUBTFUL_LOOKS = 10  # after so many looks a torn or missing delta is given up
 LONG_WAIT = 10  # looks, after which a warning says that a synchronous round is incomplete
 _MOST_REMEMBERED = 4096  # versions
-_LONGEST_REASON = 200  # characters
+_MOST_REFUSED = 65_536  # sessions that nothing opened, whose refusals are remembered
 _MOST_IN_A_VERSION = 1024  # deltas; the rest waits for the next version, so that a manifest stays small enough to read
 _LARGEST_STEP = 2.0**40  # tokens of one inner step
 
@@ -68,10 +92,13 @@ class MasterSettings:
         outer_momentum: μ of it. None: 0.5, or 0.9 if rounds are synchronous.
         outer: name of the outer optimizer.
         codec: name of the encoding of the deltas.
-        expected_nodes: how many nodes take part. None: those in the last five rounds.
-        quorum: a round starts when deltas of so many nodes are there. None: half the expected ones.
-        grace: seconds after which a round starts without quorum. None: as long as the fastest node trains for a delta;
-            never, if rounds are synchronous.
+        expected_nodes: how many nodes will take part. It decides for the first five versions, and in synchronous
+            rounds; else those in the last five rounds and those that wait count.
+        quorum: a round starts when deltas of so many nodes are there. None: half the expected ones. After five
+            versions at most as many as take part, unless rounds are synchronous.
+        grace: seconds after which a round starts without quorum. None: the median of what the nodes take for a whole
+            delta; never, if rounds are synchronous.
+        inner_steps: of a whole delta. None: as many as the nodes' last deltas had.
         max_staleness: age in rounds beyond which a delta is refused. None: at no age.
         keep_versions: how many versions of the weights stay in the store.
         poll_interval: seconds between looks; also the grace time while no node's speed is known.
@@ -87,12 +114,18 @@ class MasterSettings:
     expected_nodes: int | None = None
     quorum: int | None = None
     grace: float | None = None
+    inner_steps: int | None = None
     max_staleness: float | None = None
     keep_versions: int = 8
     poll_interval: float = 60.0
 
     def __post_init__(self) -> None:
-        counts = {"expected_nodes": self.expected_nodes, "quorum": self.quorum, "keep_versions": self.keep_versions}
+        counts = {
+            "expected_nodes": self.expected_nodes,
+            "quorum": self.quorum,
+            "inner_steps": self.inner_steps,
+            "keep_versions": self.keep_versions,
+        }
         for key, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{key} must be at least 1, not {count}")
@@ -156,31 +189,29 @@ class OuterOptimizer(Protocol):
 # --- Rules: which nodes take part, when a round starts, how much a delta weighs
 
 
-def recent_marks(head: Manifest) -> dict[str, Mark]:
-    """By node, the last mark of each that has contributed to one of the last rounds."""
-    recent: dict[str, Mark] = {}
-    for key, mark in head.marks.items():
-        node = key.partition("/")[0]
-        contributes = mark.rejected < mark.seq and head.rounds - mark.rounds < RECENT_ROUNDS
-        if contributes and (node not in recent or recent[node].version < mark.version):
-            recent[node] = mark
-    return recent
-
-
 def expected_nodes(head: Manifest, present: Iterable[str], settings: MasterSettings) -> int:
-    """How many nodes a whole round has: as configured, or those of the last rounds and those present now."""
-    return settings.expected_nodes or max(1, len(recent_marks(head).keys() | set(present)))
+    """How many nodes a whole round has: as configured at first, later those of the last rounds and those present."""
+    hint = settings.expected_nodes
+    if hint is not None and (settings.synchronous or head.version < HINTED_VERSIONS):
+        return hint
+    return max(1, len(recent_marks(head).keys() | set(present)))
 
 
 def quorum(head: Manifest, present: Iterable[str], settings: MasterSettings) -> int:
-    return settings.quorum or -(-expected_nodes(head, present, settings) // 2)
+    expected = expected_nodes(head, present, settings)
+    if settings.quorum is None:
+        return -(-expected // 2)
+    if settings.synchronous or head.version < HINTED_VERSIONS:
+        return settings.quorum
+    return min(settings.quorum, expected)
 
 
 def grace(head: Manifest, settings: MasterSettings) -> float | None:
     """Seconds that waiting deltas wait for a quorum; None: for as long as it takes."""
     if settings.grace is not None or settings.synchronous:
         return settings.grace
-    return min((mark.seconds for mark in recent_marks(head).values()), default=settings.poll_interval)
+    usual = seconds_of_a_delta(recent_marks(head).values(), settings.inner_steps)
+    return settings.poll_interval if usual is None else usual
 
 
 def per_step(header: DeltaHeader) -> float:
@@ -189,7 +220,7 @@ def per_step(header: DeltaHeader) -> float:
     The number of inner steps is not part of the weight: a delta grows with it by itself. A header's claim is bounded,
     so that a weighted sum cannot leave float32.
     """
-    return min(max(1.0, (header.tokens or header.samples) / header.steps), _LARGEST_STEP)
+    return rounded(min(max(1.0, (header.tokens or header.samples) / header.steps), _LARGEST_STEP))
 
 
 def staleness_weight(rounds: float) -> float:
@@ -200,26 +231,10 @@ def staleness_weight(rounds: float) -> float:
 # --- Publication
 
 
-def commit(manifest: Manifest) -> Procedure[bool]:
-    """Create a manifest, and so the version; false if another master was faster.
-
-    The answer to the creation decides nothing: it may be lost, or belong to the repetition of a request that had
-    succeeded. The nonce of the manifest that stands there afterwards tells which master created it.
-    """
-    data = manifest.to_bytes()
-    if len(data) > MANIFEST_LIMIT:
-        raise StoreContentError(f"a manifest of {len(data)} bytes is too large to read; use a new distributed.repo_id")
-    yield from Put(head_name(manifest.version), data)
-    standing = yield from read_manifest(manifest.version)
-    if standing is None:
-        raise StoreContentError(f"{head_name(manifest.version)} cannot be read after it was created")
-    return standing.nonce == manifest.nonce
-
-
-def publish_tensors(name: str, tensors: Mapping[str, Tensor]) -> Procedure[Blob]:
-    """Put tensors into the store, and return the manifest's entry for them."""
+def publish_tensors(name: str, tensors: Mapping[str, Tensor], store: str | None) -> Procedure[Blob]:
+    """Put tensors into the store of this identity, and return the manifest's entry for them."""
     data = pack_tensors(tensors, {})
-    path = yield from put_own(name, data)
+    path = yield from put_own(name, data, store)
     return Blob(path=path, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
@@ -256,14 +271,16 @@ class _Candidate(NamedTuple):
     Attributes:
         delta: its identity.
         entries: its copies that were listed.
-        is_last: whether no later one of its session was listed.
-        listed: the first number from this one on that was listed.
+        is_last: whether none after it in its session is known of.
+        gap_ends: the last number that is missing, if this one is.
+        waits: whether anything of its session was listed.
     """
 
     delta: DeltaId
     entries: tuple[Entry, ...]
     is_last: bool
-    listed: int
+    gap_ends: int
+    waits: bool
 
 
 @dataclass
@@ -292,48 +309,76 @@ class _PastVersion(NamedTuple):
     blobs: tuple[str, ...]
 
 
+class _Fetched(NamedTuple):
+    """What the store has of a delta.
+
+    Attributes:
+        outcome: the delta, or why none of its copies is admitted.
+        size: in bytes.
+        garbage: names of copies that nobody needs.
+    """
+
+    outcome: Delta | Refusal
+    size: int
+    garbage: tuple[str, ...] = ()
+
+
 @dataclass
 class _Round:
     """A round as it is put together: one running sum, whatever the number of deltas.
 
     Attributes:
         head: the version on which it builds.
+        marks: of the nodes, as far as they have moved.
+        most_tokens: the most tokens of an inner step that count.
+        recent: marks of the nodes in the last rounds.
         sum: of w·Δ, and of w·(b - B) for averaged buffers.
         weights_of: by node, the w of each of its deltas, in units of `unit`.
         newest: the buffers that are taken from the newest delta, and in `newest_base` the version it is based on.
         unit: n of the first delta. While all are equal, every weight is exactly 1.
         per_step: n by node.
-        marks: of the sessions that moved; their `rounds` are known when the round is complete.
-        applied, rejected: the deltas that entered, and those that did not.
+        settled: what was processed, in this order.
+        garbage: by delta, names of objects that nobody needs.
     """
 
     head: Manifest
+    marks: Marks
+    most_tokens: float = math.inf
+    recent: dict[str, NodeMark] = field(default_factory=dict)
     sum: Tensors = field(default_factory=dict)
     newest: Tensors = field(default_factory=dict)
     newest_base: int = -1
     weights_of: dict[str, list[float]] = field(default_factory=dict)
     unit: float | None = None
     per_step: dict[str, float] = field(default_factory=dict)
-    marks: dict[str, Mark] = field(default_factory=dict)
-    applied: list[DeltaId] = field(default_factory=list)
-    rejected: list[Rejection] = field(default_factory=list)
+    settled: list[Settled] = field(default_factory=list)
+    garbage: dict[DeltaId, tuple[str, ...]] = field(default_factory=dict)
 
-    def mark(self, delta: DeltaId) -> Mark:
-        """The mark of a delta's session, as this round has it so far."""
-        return self.marks.get(delta.session_key) or self.head.mark(delta)
+    @property
+    def applied(self) -> list[DeltaId]:
+        """The deltas that entered."""
+        return [one.delta for one in self.settled if one.reason is None]
 
-    def add(self, delta: Delta, age: float, schema: Schema, weights: Tensors) -> None:
-        """Add up a delta of an age in rounds. `weights` are those of the head."""
+    def settle(self, one: Settled) -> None:
+        self.settled.append(one)
+        self.marks.settle(one)
+
+    def tokens(self, header: DeltaHeader) -> float:
+        """n of a delta, as far as it is believed."""
+        return min(per_step(header), self.most_tokens)
+
+    def add(self, delta: Delta, age: float, scale: float, schema: Schema, weights: Tensors) -> None:
+        """Add up a delta of an age in rounds, scaled. `weights` are those of the head."""
         header = delta.header
         # w = n · (1 + r)^(-1/2), with n in units of the first delta's n, so that equal nodes weigh exactly 1.
-        n = per_step(header)
+        n = self.tokens(header)
         self.unit = self.unit or n
         self.per_step[header.node] = n
         weight = n / self.unit * staleness_weight(age)
         self.weights_of.setdefault(header.node, []).append(weight)
 
         for name in schema.names("trained"):
-            self._add(name, delta.tensors[name], weight)
+            self._add(name, delta.tensors[name], weight * scale)
         for name in schema.names("average"):
             # What the buffer changed by. Zero where it is equal, also for the infinite values of a mask.
             local, value = delta.buffers[name], weights[name]
@@ -347,26 +392,6 @@ class _Round:
         if name not in self.sum:
             self.sum[name] = torch.zeros_like(value)
         self.sum[name].add_(value, alpha=weight)
-
-    def settle(self, delta: DeltaId, header: DeltaHeader | None, size: int, time: str, reason: str | None) -> None:
-        """Note that a delta is processed: it was added up, or refused for a reason."""
-        # A refused delta advances the mark too: it is never looked at again.
-        mark = self.mark(delta)
-        moved: dict[str, Any] = {
-            "seq": delta.seq,
-            "version": self.head.version + 1,
-            "time": time,
-            "bytes": mark.bytes + size,
-        }
-        if header is not None:
-            moved |= header.position._asdict() | {"tokens_per_step": per_step(header), "seconds": header.seconds}
-        if reason is None:
-            self.applied.append(delta)
-        else:
-            reason = reason[:_LONGEST_REASON]
-            moved |= {"rejected": mark.rejected + 1, "reason": reason}
-            self.rejected.append(Rejection(name=delta.name, reason=reason))
-        self.marks[delta.session_key] = mark.model_copy(update=moved)
 
     @property
     def weight(self) -> float:
@@ -386,9 +411,14 @@ class _Round:
         if self.unit is None:
             return 0.0
         # The nodes of this round tell their n themselves; of absent ones the last mark tells it.
-        known = {node: mark.tokens_per_step for node, mark in recent_marks(self.head).items()} | self.per_step
+        known = {node: mark.tokens_per_step for node, mark in self.recent.items()} | self.per_step
         weight = self.weight * (self.unit / statistics.median(known.values()))
         return min(1.0, weight / expected_nodes(self.head, self.per_step, settings))
+
+
+def _delete(names: Iterable[str]) -> Procedure[None]:
+    for name in names:
+        yield from Delete(name)
 
 
 # --- The master
@@ -410,6 +440,8 @@ class Master:
         clock: monotonic, in seconds; measures grace.
         now: the time of day, UTC, ISO 8601, for people to read.
         say: receives events and log messages.
+        store_id: identity of the store, if it is known, as a node knows it: an empty folder in its place gets no
+            version then.
     """
 
     def __init__(
@@ -423,6 +455,7 @@ class Master:
         clock: Callable[[], float],
         now: Callable[[], str],
         say: EventSink,
+        store_id: str | None = None,
     ) -> None:
         self.weights = initial
         self._schema = schema
@@ -431,15 +464,22 @@ class Master:
         self.outer = new_outer(self._trained_weights())
         self._codec = make_codec(settings.codec)
         self._limit = max_delta_bytes(schema, self._codec)
+        self._largest = max_delta_bytes(schema, make_codec("fp32"))  # with any codec
+        self._header_limit = header_limit(schema, self._codec)
         self._nonce = nonce
         self._clock = clock
         self._now = now
         self._say = say
+        self._store_id = store_id
         self._head: Manifest | None = None
+        self._known: Manifest | None = None  # the last head
         self._past: dict[int, _PastVersion] = {}
         self._suspects: dict[DeltaId, _Suspect] = {}
-        self._waiting_since: float | None = None
+        self._refused: dict[SessionKey, tuple[Settled, ...]] = {}  # of sessions that nothing opened
+        self._seen: dict[DeltaId, float] = {}  # since when deltas wait
         self._warned_at: int | None = None  # the version at which a warning said that the round is incomplete
+        self._differs_since: float | None = None  # rounds since when more or fewer nodes take part than expected
+        self._clipped: set[str] = set()  # nodes of which a delta was scaled down
         self._reported: set[type[StoreError]] = set()  # errors of deletions that were reported
 
     @property
@@ -455,36 +495,56 @@ class Master:
         Raises:
             StoreContentError: the store holds another model, or a version that cannot be read.
         """
-        head = yield from find_head(None)
+        head = yield from self._newest()
         if head is not None:
             head = yield from self._load(head)
+            yield from self._identify(head.store)
             self._log("INFO", f"continues from version {head.version} of the store")
             return
 
         # The store is empty: commit the initial weights. Another master may do the same at this moment.
+        yield from self._identify(None)
         nonce = self._nonce()
-        weights = yield from publish_tensors(weights_name(0, nonce), self.weights)
+        weights = yield from publish_tensors(weights_name(0, nonce), self.weights, self._store_id)
         first = Manifest(
             protocol=PROTOCOL,
             version=0,
             parent=None,
             nonce=nonce,
             time=self._now(),
+            store=self._store_id,
             schema_id=self._schema.fingerprint,
             weights=weights,
             momentum=None,
             outer=Outer(name=self.outer.name, scalars=dict(self.outer.scalars())),
-            marks={},
+            nodes={},
+            horizon=0,
             applied=(),
             rejected=(),
             fraction=0.0,
             rounds=0.0,
         )
-        if (yield from commit(first)):
+        if (yield from create_manifest(first, None)):
             self._set_head(first)
             self._log("INFO", "published the initial weights as version 0")
         else:
             yield from self.adopt()
+
+    def _newest(self) -> Procedure[Manifest | None]:
+        if self._known is None:
+            yield from check_identity(self._store_id)
+            return (yield from find_head(None))
+        newer = yield from find_head(self._known)
+        if newer is None:
+            yield from check_head(self._known)
+        return newer or self._known
+
+    def _identify(self, known: str | None) -> Procedure[None]:
+        """Learn the identity of the store, and give it one if it has none: it is empty, or of protocol 1."""
+        if known is None:
+            fresh = hashlib.sha256(self._nonce().encode()).hexdigest()[:32]
+            known = yield from create_identity(fresh)
+        self._store_id = known
 
     def _load(self, head: Manifest) -> Procedure[Manifest]:
         """Read weights and momentum of a version, or of a newer one if another master has pruned it meanwhile."""
@@ -500,6 +560,7 @@ class Master:
                 return head
             newer = yield from find_head(head)
             if newer is None:
+                yield from check_head(head)
                 raise StoreContentError(
                     f"weights or momentum of version {head.version} ({head.weights.path}) are missing or damaged: "
                     "restore them from a backup, or continue with another distributed.repo_id and run.init_from"
@@ -536,9 +597,8 @@ class Master:
         return {name: self.weights[name] for name in self._schema.names("trained")}
 
     def _set_head(self, head: Manifest) -> None:
-        self._head = head
+        self._head = self._known = head
         self._remember(head)
-        self._waiting_since = None
 
     # --- Rounds
 
@@ -562,16 +622,29 @@ class Master:
         entries = yield from list_all(DELTAS)
         yield from self._tidy(sweep(entries, head))
         candidates = self._candidates(entries, head)
-        if not self._is_due(candidates, head):
+        seen = self._note(candidates)
+        if not self._is_due(seen, head):
             return 0
 
         # The round: each candidate enters or is refused, one at a time, in the order of its identity.
-        round_ = _Round(head)
-        for candidate in candidates[:_MOST_IN_A_VERSION]:
+        taken, left = candidates[:_MOST_IN_A_VERSION], candidates[_MOST_IN_A_VERSION:]
+        round_ = yield from self._begin(head, taken)
+        for candidate in taken:
             yield from self._process(candidate, round_)
-        if not round_.marks:
-            return 0
-        version = yield from self._publish(round_)
+        alone = self._refusals_alone(round_)
+        self._refused = dict([*alone.marks.refused.items()][-_MOST_REFUSED:])
+        garbage = [name for delta, names in round_.garbage.items() if not round_.marks.is_open(delta) for name in names]
+
+        # Only deltas that entered make a quorum, with those that nobody has looked at yet. Without one, refusals are
+        # still said to nodes whose sessions are open.
+        waiting = {delta.node: seen.get(delta.node, self._clock()) for delta in round_.applied}
+        waiting |= {candidate.delta.node: seen[candidate.delta.node] for candidate in left if candidate.waits}
+        if not round_.applied or not self._is_enough(waiting, head):
+            round_ = alone
+        version = None
+        if round_.marks.moved:
+            version = yield from self._publish(round_, waiting=seen.keys())
+        yield from self._tidy(_delete(garbage))
         if version is None:
             return 0
 
@@ -582,11 +655,17 @@ class Master:
 
     def _candidates(self, entries: Iterable[Entry], head: Manifest) -> list[_Candidate]:
         """The deltas that come next in their sessions, in sorted order."""
-        listed: defaultdict[tuple[str, str], defaultdict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+        self._forget(head)
+        listed: defaultdict[SessionKey, defaultdict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
         for entry in entries:
             delta = parse_delta_name(entry.name)
             if delta is not None and not head.has_processed(delta):
                 listed[delta.node, delta.session][delta.seq].append(entry)
+        # Of a session that has a successor more may come, though nothing is listed.
+        for node, mark in head.nodes.items():
+            for session, known in mark.sessions.items():
+                if known.last is not None:
+                    listed[node, session].setdefault(known.last, [])
         self._suspects = {
             delta: suspect for delta, suspect in self._suspects.items() if (delta.node, delta.session) in listed
         }
@@ -595,12 +674,14 @@ class Master:
         candidates: list[_Candidate] = []
         for (node, session), copies in sorted(listed.items()):
             last = max(copies)
-            for seq in range(head.mark(DeltaId(node, session, 0)).seq + 1, last + 1):
+            for seq in range(self._processed(head, node, session) + 1, last + 1):
+                found = tuple(copies.get(seq, ()))
                 candidate = _Candidate(
                     DeltaId(node, session, seq),
-                    entries=tuple(copies[seq]) if seq in copies else (),
+                    entries=found,
                     is_last=seq == last,
-                    listed=seq if seq in copies else min(number for number in copies if number > seq),
+                    gap_ends=seq if found else min((n for n in copies if n > seq and copies[n]), default=last + 1) - 1,
+                    waits=any(copies.values()),
                 )
                 suspect = self._suspects.get(candidate.delta)
                 if suspect is not None and suspect.entries == candidate.entries:
@@ -613,81 +694,182 @@ class Master:
                     break  # A listing may lag behind: the store is asked for this one by name, and the rest waits.
         return candidates
 
-    def _is_due(self, candidates: list[_Candidate], head: Manifest) -> bool:
-        """Whether a round starts now: at a quorum of nodes, or after the grace time."""
-        present = {candidate.delta.node for candidate in candidates}
-        if not present:
-            self._waiting_since = None
-            return False
-        # Grace is measured from the first look at which deltas waited.
-        if self._waiting_since is None:
-            self._waiting_since = self._clock()
-        needed = quorum(head, present, self._settings)
-        if len(present) >= needed:
+    def _processed(self, head: Manifest, node: str, session: str) -> int:
+        """The number of a session's last delta that needs no further look."""
+        known = head.session(node, session)
+        if known is not None:
+            return known.seq
+        refused = self._refused.get((node, session))
+        return refused[-1].delta.seq if refused else 0
+
+    def _forget(self, head: Manifest) -> None:
+        """Forget refusals that a version knows of, or that may be judged otherwise now."""
+        for (node, session), ones in [*self._refused.items()]:
+            kept = [*itertools.takewhile(lambda one: one.again is None or head.version < one.again, ones)]
+            if head.has_processed(ones[0].delta) or head.session(node, session) is not None or not kept:
+                del self._refused[node, session]
+            else:
+                self._refused[node, session] = tuple(kept)
+
+    def _note(self, candidates: list[_Candidate]) -> dict[str, float]:
+        """Since when deltas of each node wait, by this master's clock."""
+        now = self._clock()
+        self._seen = {one.delta: self._seen.get(one.delta, now) for one in candidates if one.waits}
+        seen: dict[str, float] = {}
+        for delta, since in self._seen.items():
+            seen[delta.node] = min(since, seen.get(delta.node, since))
+        return seen
+
+    def _is_enough(self, seen: Mapping[str, float], head: Manifest) -> bool:
+        """Whether the deltas of some nodes make a round, given since when they wait: a quorum, or the grace time."""
+        if len(seen) >= quorum(head, seen, self._settings):
             return True
         patience = grace(head, self._settings)
-        waited = self._clock() - self._waiting_since
-        if patience is not None:
-            return waited >= patience
-        if waited >= LONG_WAIT * self._settings.poll_interval and self._warned_at != head.version:
+        return patience is not None and self._clock() - min(seen.values()) >= patience
+
+    def _is_due(self, seen: Mapping[str, float], head: Manifest) -> bool:
+        """Whether a round starts now."""
+        if not seen:
+            return False
+        if self._is_enough(seen, head):
+            return True
+        waited = self._clock() - min(seen.values())
+        endless = grace(head, self._settings) is None
+        if endless and waited >= LONG_WAIT * self._settings.poll_interval and self._warned_at != head.version:
             self._warned_at = head.version
             self._log(
                 "WARNING",
-                f"version {head.version + 1} waits for deltas of {needed} nodes and has those of "
-                f"{', '.join(sorted(present))}; distributed.grace limits how long",
+                f"version {head.version + 1} waits for deltas of {quorum(head, seen, self._settings)} nodes and has "
+                f"those of {', '.join(sorted(seen))}; distributed.grace limits how long",
             )
         return False
 
+    def _begin(self, head: Manifest, candidates: Iterable[_Candidate]) -> Procedure[_Round]:
+        round_ = _Round(head, self._marks(head), recent=recent_marks(head))
+        claims = [mark.tokens_per_step for mark in round_.recent.values() if mark.tokens_per_step > 0]
+        if not claims:
+            # Nothing is known of any node. What they claim is read first, so that none carries the round by its claim.
+            by_node = {one.delta.node: one.entries[0].name for one in reversed([*candidates]) if one.entries}
+            if len(by_node) > 1:
+                for name in by_node.values():
+                    data = yield from Get(name, limit=8 + self._header_limit, partial=True)
+                    with suppress(TensorFormatError):
+                        claims.append(per_step(read_header(data or b"", limit=self._header_limit)))
+        round_.most_tokens = most_tokens(claims)
+        return round_
+
+    def _marks(self, head: Manifest) -> Marks:
+        return Marks(head, self._refused, seconds_of(self._now()))
+
+    def _refusals_alone(self, round_: _Round) -> _Round:
+        """A round of the refusals that come before any delta that entered."""
+        alone = _Round(round_.head, self._marks(round_.head))
+        entered: set[SessionKey] = set()
+        for one in round_.settled:
+            session = one.delta.node, one.delta.session
+            if one.reason is None:
+                entered.add(session)
+            elif session not in entered:
+                alone.settle(one)
+        return alone
+
     def _process(self, candidate: _Candidate, round_: _Round) -> Procedure[None]:
         """Let a delta enter the round, or refuse it, if all before it in its session are processed."""
-        delta, head = candidate.delta, round_.head
-        if round_.mark(delta).seq + 1 != delta.seq:
+        delta = candidate.delta
+        if not round_.marks.is_next(delta):
             return  # one before it may still come
-        fetched = yield from self._fetch(candidate, head)
+        fetched = yield from self._fetch(candidate)
         if fetched is None:
             return
-        outcome, size = fetched
-        header, reason = None, None
+        outcome, size, garbage = fetched
         if isinstance(outcome, Refusal):
-            reason = outcome.reason
             if outcome.damaged and not self._suspects[delta].torn:
                 # It is missing for good. The whole gap that it begins is refused with it: otherwise, an object with a
                 # great number in its name would cost one version for each number of the gap.
-                delta = delta._replace(seq=max(delta.seq, candidate.listed - 1))
+                delta = delta._replace(seq=max(delta.seq, candidate.gap_ends))
+            settled = Settled(delta, None, size, outcome.reason)
+            round_.garbage[delta] = garbage
         else:
-            # Its age is counted in rounds, not in versions: a small quorum makes many versions of one round.
-            header = outcome.header
-            base = yield from self._recall(header.base_version)
-            limit = self._settings.max_staleness
-            if base is None:
-                reason = "its base is not a version of this store"
-            elif limit is not None and head.rounds - base.rounds > limit:
-                age = head.rounds - base.rounds
-                reason = f"stale: {age:.3g} rounds old, and distributed.max_staleness is {limit:g}"
-            else:
-                round_.add(outcome, head.rounds - base.rounds, self._schema, self.weights)
-        round_.settle(delta, header, size, self._now(), reason)
-        if reason is not None:
-            self._log("WARNING", f"refused {candidate.delta.name}: {reason}")
+            settled = yield from self._judge(outcome, size, round_)
+        round_.settle(settled)
+        if settled.reason is not None:
+            self._log("WARNING", f"refused {candidate.delta.name}: {settled.reason}")
 
-    def _fetch(self, candidate: _Candidate, head: Manifest) -> Procedure[tuple[Delta | Refusal, int] | None]:
-        """Read a delta: the first of its copies that is not torn, and its size. None while it may still come."""
+    def _judge(self, delta: Delta, size: int, round_: _Round) -> Procedure[Settled]:
+        """Let a sound delta enter, unless its base, its session or its norm do not suit the head."""
+        head, header = round_.head, delta.header
+
+        def refused(reason: str, *, header: DeltaHeader | None = header, again: int | None = None) -> Settled:
+            return Settled(delta.header.id, header, size, reason, again=again)
+
+        base = None
+        if header.base_version <= head.version:
+            base = yield from self._recall(header.base_version)
+        if base is None:
+            reason = f"its base, version {header.base_version}, is not a version of this store"
+            return refused(reason, again=header.base_version)
+        if (obstacle := round_.marks.obstacle(header)) is not None:
+            return refused(obstacle, header=None)
+        # Its age is counted in rounds, not in versions: a small quorum makes many versions of one round.
+        age, limit = head.rounds - base.rounds, self._settings.max_staleness
+        if limit is not None and age > limit:
+            return refused(f"stale: {age:.3g} rounds old, and distributed.max_staleness is {limit:g}")
+
+        # A node that diverges moves the others only so far.
+        length, usual = norm(delta.tensors), usual_norm(round_.recent.values(), header.steps)
+        scale = 1.0
+        if usual is not None and length > REFUSED * usual:
+            return refused(f"its norm is {length:.3g}, more than {REFUSED:g} times the usual {usual:.3g}")
+        if usual is not None and length > CLIPPED * usual:
+            scale = CLIPPED * usual / length
+            if header.node not in self._clipped:
+                self._clipped.add(header.node)
+                self._log(
+                    "WARNING",
+                    f"{header.id.name} has a norm of {length:.3g}, more than {CLIPPED:g} times the usual {usual:.3g}: "
+                    f"it counts as {CLIPPED:g} times; later ones of {header.node} likewise, without a word",
+                )
+        round_.add(delta, age, scale, self._schema, self.weights)
+        return Settled(header.id, header, size, None, tokens_per_step=round_.tokens(header), norm=length * scale)
+
+    def _fetch(self, candidate: _Candidate) -> Procedure[_Fetched | None]:
+        """Read a delta: the first of its copies that is admitted. None while one may still come."""
         delta, entries = candidate.delta, candidate.entries
-        if entries and min(entry.size for entry in entries) > self._limit:
-            reason = f"{entries[0].size} bytes; a delta of this model has at most {self._limit}"
-            return Refusal(reason, damaged=False), 0
+        sizes = {entry.name: entry.size for entry in entries}
         averages = {name: self.weights[name] for name in self._schema.names("average")}
-        # A node puts a copy under another name beside an object that its own upload tore.
-        torn: str | None = None
-        for copy in range(MOST_COPIES):
-            data = yield from Get(copy_name(delta.name, copy), limit=self._limit)
-            if data is None:
-                break
-            outcome = admit(data, delta, self._schema, self._codec, max_base_version=head.version, averages=averages)
-            if isinstance(outcome, Delta) or not outcome.damaged:
-                return outcome, len(data)
-            torn = outcome.reason
-            del data, outcome
+        # A node puts a copy under another name beside what its own upload tore, and beside what is not its own.
+        names = [copy_name(delta.name, copy) for copy in range(MOST_COPIES)]
+        others = sorted(sizes.keys() - set(names))  # protocol 1 named copies otherwise
+        refused: Refusal | None = None
+        size, torn, missing = 0, None, False
+        garbage: list[str] = []
+        for name in (*names, *others):
+            if missing and name not in sizes:
+                continue
+            if sizes.get(name, 0) > self._limit:
+                refusal = Refusal(
+                    f"{sizes[name]} bytes; a delta of this model has at most {self._limit}",
+                    damaged=False,
+                    lasting=sizes[name] > self._largest,
+                )
+            else:
+                data = yield from Get(name, limit=self._limit)
+                if data is None:
+                    missing = True
+                    continue
+                outcome = admit(data, delta, self._schema, self._codec, averages=averages)
+                if isinstance(outcome, Delta):
+                    return _Fetched(outcome, len(data))
+                size, refusal = max(size, len(data)), outcome
+                del data
+            if refusal.damaged:
+                torn = refusal.reason
+            else:
+                refused = refusal
+            if refusal.lasting:
+                garbage.append(name)
+        if refused is not None and torn is None:
+            return _Fetched(refused, size, tuple(garbage))
 
         # Torn or missing: wait until nothing better will come.
         suspect = self._suspects.get(delta)
@@ -695,10 +877,11 @@ class Master:
             suspect = self._suspects[delta] = _Suspect(entries, torn is not None)
         if not suspect.is_hopeless(candidate):
             return None
-        return Refusal(torn or "missing, although a later one of its session is there", damaged=True), 0
+        reason = torn or "missing, although a later one of its session is there"
+        return _Fetched(Refusal(reason, damaged=True), 0)
 
-    def _publish(self, round_: _Round) -> Procedure[Manifest | None]:
-        """Make a version of a round; None if another master made that version."""
+    def _publish(self, round_: _Round, waiting: Collection[str]) -> Procedure[Manifest | None]:
+        """Make a version of a round; None if another master made that version. `waiting` are nodes with deltas."""
         head = round_.head
         fraction = round_.fraction(self._settings)
         version, nonce = head.version + 1, self._nonce()
@@ -716,31 +899,35 @@ class Master:
                 self.weights[name].copy_(value)
             round_.sum.clear()
             del mean, gradient  # the memory of the sums is needed for the upload
-            weights = yield from publish_tensors(weights_name(version, nonce), self.weights)
+            weights = yield from publish_tensors(weights_name(version, nonce), self.weights, self._store_id)
             state = self.outer.tensors()
-            momentum = (yield from publish_tensors(momentum_name(version, nonce), state)) if state else None
+            momentum = None
+            if state:
+                momentum = yield from publish_tensors(momentum_name(version, nonce), state, self._store_id)
             outer = Outer(name=self.outer.name, scalars=dict(self.outer.scalars()))
 
         # The manifest: marks, weights and momentum become true together, or not at all.
         rounds = head.rounds + fraction
-        moved = {key: mark.model_copy(update={"rounds": rounds}) for key, mark in round_.marks.items()}
+        nodes, horizon = round_.marks.complete(rounds, waiting)
         manifest = Manifest(
             protocol=PROTOCOL,
             version=version,
             parent=head.sha256,
             nonce=nonce,
             time=self._now(),
+            store=self._store_id,
             schema_id=head.schema_id,
             weights=weights,
             momentum=momentum,
             outer=outer,
-            marks=head.marks | moved,
+            nodes=nodes,
+            horizon=horizon,
             applied=tuple(delta.name for delta in round_.applied),
-            rejected=tuple(round_.rejected),
+            rejected=tuple(round_.marks.rejected),
             fraction=fraction,
             rounds=rounds,
         )
-        if not (yield from commit(manifest)):
+        if not (yield from create_manifest(manifest, head)):
             self._log("INFO", f"another master published version {version} first: that one is used, this one dropped")
             yield from self.adopt()
             return None
@@ -753,10 +940,28 @@ class Master:
                 "nodes": len(round_.per_step),
                 "fraction": fraction,
                 "rounds": rounds,
-                "rejected": len(round_.rejected),
+                "rejected": len(manifest.rejected),
             },
         )
+        self._compare_with_hint(manifest)
         return manifest
+
+    def _compare_with_hint(self, head: Manifest) -> None:
+        """Say once that more or fewer nodes take part than `expected_nodes`, if that lasts."""
+        hint, actual = self._settings.expected_nodes, len(recent_marks(head))
+        if self._differs_since == math.inf:
+            return  # it is said
+        if hint in {None, actual}:
+            self._differs_since = None
+        elif self._differs_since is None:
+            self._differs_since = head.rounds
+        elif head.rounds - self._differs_since >= RECENT_ROUNDS:
+            self._differs_since = math.inf
+            self._log(
+                "WARNING",
+                f"distributed.expected_nodes is {hint}, and {actual} nodes take part; "
+                + ("rounds wait for all that are expected" if self._settings.synchronous else "these count"),
+            )
 
     # --- Deletions, and what is remembered of versions
 

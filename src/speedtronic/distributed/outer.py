@@ -242,10 +242,11 @@ class MasterOuterLoop:
         outer: `nesterov`, `sgd` or `delayed_nesterov`.
         schema: of the model.
         codec: the encoding of the deltas.
-        expected_nodes, quorum, grace, max_staleness, keep_versions: see `MasterSettings`.
+        expected_nodes, quorum, grace, inner_steps, max_staleness, keep_versions: see `MasterSettings`.
         say: receives events and log messages; None sends the messages to `logging`.
         stopping: set by `stop`. Pauses between attempts at a request wait on it, so that they end too.
         clock: monotonic seconds.
+        store_id: see `Master`.
     """
 
     def __init__(
@@ -262,11 +263,13 @@ class MasterOuterLoop:
         expected_nodes: int | None = None,
         quorum: int | None = None,
         grace: float | None = None,
+        inner_steps: int | None = None,
         max_staleness: float | None = None,
         keep_versions: int = 8,
         say: EventSink | None = None,
         stopping: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
+        store_id: str | None = None,
     ) -> None:
         settings = MasterSettings(
             outer_lr=outer_lr,
@@ -276,6 +279,7 @@ class MasterOuterLoop:
             expected_nodes=expected_nodes,
             quorum=quorum,
             grace=grace,
+            inner_steps=inner_steps,
             max_staleness=max_staleness,
             keep_versions=keep_versions,
             poll_interval=poll_interval,
@@ -302,6 +306,7 @@ class MasterOuterLoop:
             clock=clock,
             now=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"),
             say=self._say,
+            store_id=store_id,
         )
         self._interval = poll_interval
         self._stopping = stopping or threading.Event()
