@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from typing import Any
@@ -12,16 +13,18 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.delta import open_delta, read_header
-from speedtronic.distributed.ledger import SPOOL
-from speedtronic.distributed.node import MAX_PENDING
+from speedtronic.distributed.delta import DeltaHeader, Predecessor, open_delta, pack_delta, read_header
+from speedtronic.distributed.ledger import LEDGER, SPOOL, Ledger
+from speedtronic.distributed.node import LOOKS_PER_CHECK, MAX_PENDING
+from speedtronic.distributed.protocol import DeltaId
 from speedtronic.distributed.records import Position
-from speedtronic.distributed.requests import Get, Procedure, Put
+from speedtronic.distributed.requests import Get, Procedure, Put, answer
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import StoreContentError, StoreUnavailableError
 from tests.support.nodes import (
     FULL_DISK,
+    NEW,
     AddingMaster,
     Counter,
     MemoryFiles,
@@ -714,3 +717,408 @@ def test_frozen_parameters_come_from_the_version_and_are_not_sent() -> None:
     assert model.frozen.tolist() == [2.0] * 3
     assert "frozen" not in process.node.exchanged
     assert set(process.node.state_dict()["base"]) == {"done"}
+
+
+# ---------------------------------------------------------------------- sessions
+
+
+def _header(store: MemoryStore, name: str) -> DeltaHeader:
+    return read_header(store.get(name, limit=2**20) or b"")
+
+
+def test_a_session_has_the_next_number_and_names_the_one_before_in_every_delta() -> None:
+    store, master, first = started()
+    first.train_and_send()
+    first.train_and_send()
+    assert first.node.session == session(1)
+    assert _header(store, delta_name(session(1), 2)).predecessor is None
+    second = NodeProcess(store, first.files, 2, first.checkpoint())
+    assert second.node.session is None, "its number is known after the first look"
+    second.receive()
+    for seq in (1, 2):
+        master.apply_deltas()
+        second.receive()
+        second.train_and_send()
+        assert _header(store, delta_name(session(2, 2), seq)).predecessor == Predecessor(session=session(1), last=2)
+
+
+def test_a_process_that_sent_nothing_leaves_its_number_to_the_next() -> None:
+    store, master, first = started()
+    first.train_and_send()
+    idle = NodeProcess(store, first.files, 2, first.checkpoint())
+    idle.receive()
+    third = NodeProcess(store, first.files, 3, idle.checkpoint())
+    third.receive()
+    assert (idle.node.session, third.node.session) == (session(2, 2), session(3, 3))
+    third.train_and_send()
+    assert _header(store, delta_name(session(3, 3), 1)).predecessor == Predecessor(session=session(1), last=1)
+    fourth = NodeProcess(store, idle.files, 4)
+    fourth.receive()
+    assert fourth.node.session == session(4, 4)
+
+
+def test_a_number_is_not_below_what_the_store_has_closed() -> None:
+    store = MemoryStore()
+    master = AddingMaster(store)
+    master.publish(nodes={"n": NEW.model_copy(update={"closed_below": 40})})
+    process = NodeProcess(store, MemoryFiles(), 1)
+    process.receive()
+    assert process.node.session == session(40)
+
+
+def test_a_delta_of_a_session_of_protocol_1_is_the_predecessor_of_the_first_numbered_one() -> None:
+    store, _, _ = started()
+    ledger = Ledger.of(DeltaId("n", "20310506T070809Z-0a1b2c3d", 7), Position(2, 4, 20), (), origin=None)
+    older = {key: value for key, value in json.loads(ledger.to_bytes()).items() if key not in {"store", "residual"}}
+    process = NodeProcess(store, MemoryFiles({LEDGER: json.dumps(older).encode()}), 1)
+    process.receive()
+    process.train_and_send()
+    header = _header(store, delta_name(session(1), 1))
+    assert header.predecessor == Predecessor(session="20310506T070809Z-0a1b2c3d", last=7)
+    assert header.position == Position(4, 8, 40)
+
+
+def test_a_node_whose_session_was_closed_opens_another_and_adopts() -> None:
+    store, master, process = started()
+    process.train_and_send()
+    master.publish(nodes={"n": NEW.model_copy(update={"closed_below": 9})})
+    process.train(1)
+    process.receive()
+    assert process.node.session == session(9)
+    assert process.values == each_once(0)
+    assert "was closed" in process.logged("WARNING")[0]
+    assert process.node.state_dict()["pending"] == []
+    store.delete(delta_name(session(1), 1))
+    process.train_and_send()
+    assert _header(store, delta_name(session(9), 1)).predecessor == Predecessor(session=session(1), last=1)
+    assert master.apply_deltas() == 1
+
+
+def test_a_node_that_the_master_forgot_opens_another_session_and_adopts() -> None:
+    store, master, process = started()
+    process.train_and_send()
+    master.apply_deltas()
+    process.receive()
+    process.train_and_send()
+    master.publish(nodes={})
+    process.receive()
+    assert process.node.session == session(2)
+    assert process.values == each_once(2)
+    assert process.node.recoveries == 1
+
+
+def test_a_closed_session_without_a_delta_on_its_way_costs_nothing() -> None:
+    _, master, process = started()
+    process.train(1)
+    master.publish(nodes={"n": NEW.model_copy(update={"closed_below": 9})})
+    process.receive()
+    assert (process.node.session, process.node.recoveries) == (session(9), 0)
+    assert process.values == each_once(1)
+
+
+def test_a_commit_that_began_before_its_session_was_closed_is_the_predecessor_s_last() -> None:
+    store, master, process = started()
+    process.train(2)
+    process.boundary()
+    commit = process.node.spool()
+    write = next(commit)
+    master.publish(nodes={"n": NEW.model_copy(update={"closed_below": 9})})
+    process.run(process.node.poll())
+    answer(write, store, process.files)
+    with pytest.raises(StopIteration):
+        commit.send(None)
+    process.run(process.node.upload())
+    process.install()
+    process.train_and_send(2)
+    header = _header(store, delta_name(session(9), 1))
+    assert (header.seq, header.predecessor) == (1, Predecessor(session=session(1), last=1))
+
+
+# ---------------------------------------------------------------------- refused, and not finite
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 2.0**65])
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+def test_a_node_with_weights_that_nobody_can_use_recovers_and_its_next_delta_is_admitted(
+    value: float, codec: str
+) -> None:
+    store, master, process = started(codec)
+    process.train_and_send(2)
+    process.train(1)
+    with torch.no_grad():
+        process.model.done[:] = value
+    assert process.boundary() == "queued"
+    assert not process.run(process.node.spool())
+    assert SPOOL not in process.files.contents
+    assert "done has values that are not finite" in process.logged("WARNING")[0]
+    assert process.node.wants_version
+    process.train(1)
+    assert process.boundary() == "waiting"
+    install = process.receive()  # there is no newer version: the same is taken once more
+    assert install is not None
+    assert (install.manifest.version, install.adopt, install.resets_optimizer) == (0, True, True)
+    assert process.values == each_once(2), "what is on its way is kept"
+    process.train_and_send(2)
+    master.apply_deltas()
+    learned = process.receive()
+    assert learned is not None
+    assert not learned.resets_optimizer
+    expected = [0.0, -1, -1, 0, 0, -1, -1, *each_once(0)[7:]]
+    assert process.values == [float(value) for value in master.weights["done"]] == expected
+    assert process.node.recoveries == 1
+
+
+def test_a_residual_is_still_owed_after_weights_that_were_not_finite() -> None:
+    _, master, process = started("bf16")
+    with torch.no_grad():
+        process.model.done[0] = 1.0 + 2**-10
+    process.train_and_send(2)
+    with torch.no_grad():
+        process.model.done[1] = torch.nan
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    process.receive()
+    process.train_and_send(2)
+    master.apply_deltas()
+    assert master.weights["done"][0].item() == 1.0 + 2**-10
+
+
+def _refuse_first_delta(gone: bool) -> tuple[MemoryStore, AddingMaster, NodeProcess]:
+    """A node whose first delta was refused by a master that noted it nowhere."""
+    store, master, process = started()
+    process.train_and_send(2)
+    if gone:
+        store.delete(delta_name(session(1), 1))
+    return store, master, process
+
+
+def test_a_first_delta_that_was_refused_and_deleted_is_noticed_after_a_round() -> None:
+    store, master, process = _refuse_first_delta(gone=True)
+    master.publish()
+    process.receive()
+    assert process.node.recoveries == 0, "this version may be older than the upload"
+    process.train(1)
+    assert process.values == each_once(3)
+    master.publish()
+    process.receive()
+    assert process.payloads("delta_rejected") == [
+        {"seq": 1, "session": session(1), "reason": "the master took it into no version; its log says why"}
+    ]
+    assert process.values == each_once(0)
+    assert process.node.session == session(2)
+    process.train_and_send(2)
+    assert _header(store, delta_name(session(2), 1)).predecessor == Predecessor(session=session(1), last=1)
+    master.publish()
+    process.receive()
+    assert len(process.payloads("delta_rejected")) == 1
+
+
+def test_a_first_delta_that_still_stands_after_three_rounds_was_refused() -> None:
+    _, master, process = _refuse_first_delta(gone=False)
+    for rounds in range(4):
+        assert process.node.recoveries == 0, rounds
+        master.publish()
+        process.receive()
+    assert process.node.recoveries == 1
+    assert process.node.session == session(2)
+
+
+def test_a_delta_that_a_still_newer_version_took_was_not_refused() -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    for _ in range(2):
+        master.publish()
+        if process.receive() is None:
+            pytest.fail("there is a version")
+    master.publish()
+
+    def polled() -> None:
+        """A look, during which the master takes the delta in and deletes it."""
+        poll = process.node.poll()
+        effect = next(poll)
+        try:
+            while True:
+                if isinstance(effect, Get) and effect.name == delta_name(session(1), 1):
+                    master.apply_deltas()
+                effect = poll.send(answer(effect, store, process.files))
+        except StopIteration:
+            return
+
+    polled()
+    install = process.install()
+    assert install is not None
+    assert install.manifest.version == 4
+    assert process.node.recoveries == 0
+    assert process.values == each_once(2)
+
+
+# ---------------------------------------------------------------------- who else writes in its name
+
+
+def _forge(store: MemoryStore, process: NodeProcess, number: int = 1, step: int = 10**6) -> DeltaId:
+    """A delta of zeros that claims to be of this node, and far ahead."""
+    forged = DeltaId("n", session(number, 0xF0), 1)
+    header = DeltaHeader(
+        node="n",
+        session=forged.session,
+        seq=1,
+        base_version=0,
+        steps=1,
+        samples=1,
+        tokens=1,
+        seconds=1.0,
+        position=Position(step, step, step),
+        schema_id=Schema.of(process.model).fingerprint,
+        codec="fp32",
+        time="",
+    )
+    zeros = {name: torch.zeros_like(value) for name, value in snapshot(process.model).items()}
+    store.put_if_absent(forged.name, pack_delta(header, {"done": zeros.pop("done")}, zeros))
+    return forged
+
+
+def test_a_forged_delta_in_the_name_of_a_running_node_moves_nothing_of_it() -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    _forge(store, process)
+    master.apply_deltas()
+    process.receive()
+    assert master.head.nodes["n"].position.step == 10**6
+    process.train_and_send(2)
+    master.apply_deltas()
+    process.receive()
+    assert process.step == 4
+    assert process.values == each_once(4)
+    assert ["another machine sends deltas" in line for line in process.logged("WARNING")] == [True]
+
+
+@pytest.mark.parametrize("with_checkpoint", [True, False])
+@pytest.mark.parametrize("taken_in", [True, False])
+def test_a_forged_delta_does_not_move_a_node_that_was_down_and_has_its_ledger(
+    with_checkpoint: bool, taken_in: bool
+) -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    checkpoint = process.checkpoint() if with_checkpoint else None
+    _forge(store, process)
+    if taken_in:
+        master.apply_deltas()
+    again = NodeProcess(store, process.files, 2, checkpoint)
+    again.receive()
+    assert again.step == 2
+    again.train_and_send(2)
+    master.apply_deltas()
+    again.receive()
+    assert again.values == each_once(4)
+
+
+def test_on_a_new_disk_the_store_is_believed_and_a_message_says_so_once() -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    again = NodeProcess(store, MemoryFiles(), 2)
+    for _ in range(3):
+        again.receive()
+        master.publish()
+    assert again.step == 2
+    assert [line for line in again.logged("INFO") if "this disk does not know" in line] == [
+        "this disk does not know all that node 'n' sent; the store says that its work up to step 2 is there"
+    ]
+
+
+def test_twin_machines_both_go_on_and_lose_no_delta_after_the_first() -> None:
+    store = MemoryStore()
+    master = AddingMaster(store)
+    twins = [NodeProcess(store, MemoryFiles(), number) for number in (1, 2)]
+    for twin in twins:
+        twin.receive()
+        twin.train_and_send()
+    for _ in range(4):
+        for twin in twins:
+            twin.receive()
+        master.apply_deltas()
+        for twin in twins:
+            twin.receive()
+            assert twin.train_and_send() == "queued"
+    taken = master.apply_deltas()
+    assert taken == 2
+    for twin in twins:
+        twin.receive()
+        assert twin.values == [float(value) for value in master.weights["done"]]
+    assert sum(twin.node.recoveries for twin in twins) <= 1
+
+
+# ---------------------------------------------------------------------- a store that goes away
+
+
+class Mount(MemoryStore):
+    """A folder where a store is mounted; while it is `away` there is an empty folder, and what is put there is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MemoryStore()
+        self.bare = MemoryStore()
+        self.away = False
+
+    @property
+    def _now(self) -> MemoryStore:
+        return self.bare if self.away else self.inner
+
+    def put_if_absent(self, name: str, data: Any, **options: Any) -> bool:
+        return self._now.put_if_absent(name, data, **options)
+
+    def get(self, name: str, **options: Any) -> bytes | None:
+        return self._now.get(name, **options)
+
+    def list_after(self, prefix: str, marker: str = "", **options: Any) -> Any:
+        return self._now.list_after(prefix, marker, **options)
+
+    def delete(self, name: str, **options: Any) -> None:
+        self._now.delete(name, **options)
+
+
+def mounted() -> tuple[Mount, AddingMaster, NodeProcess]:
+    store = Mount()
+    master = AddingMaster(store)
+    process = NodeProcess(store, MemoryFiles(), 1)
+    process.receive()
+    return store, master, process
+
+
+def test_what_was_put_while_the_store_was_away_is_not_acknowledged() -> None:
+    store, master, process = mounted()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    store.away = True
+    assert not process.run(process.node.upload())
+    assert process.node.has_spooled
+    assert "mounted" in process.payloads("delta_upload_failed")[0]["error"]
+    store.away = False
+    assert process.run(process.node.upload())
+    assert master.apply_deltas() == 1
+    process.receive()
+    assert process.values == each_once(2)
+
+
+def test_a_store_that_is_away_is_noticed_by_looks_that_find_nothing() -> None:
+    store, _, process = mounted()
+    store.away = True
+    for look in range(LOOKS_PER_CHECK):
+        if look == LOOKS_PER_CHECK - 1:
+            with pytest.raises(StoreUnavailableError, match="is the folder mounted"):
+                process.run(process.node.poll())
+        else:
+            assert not process.run(process.node.poll())
+
+
+def test_a_node_that_starts_while_the_store_is_away_does_not_take_the_folder_for_an_empty_store() -> None:
+    store, _, process = mounted()
+    process.train_and_send(2)
+    store.away = True
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
+    with pytest.raises(StoreUnavailableError, match="is the folder mounted"):
+        again.run(again.node.poll())
+    store.away = False
+    again.receive()
+    assert again.values == each_once(2)

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from speedtronic.distributed.ledger import LEDGER, SPOOL
+from speedtronic.distributed.ledger import LEDGER, RESIDUALS, SPOOL
 from speedtronic.distributed.node import Node, is_ahead
 from speedtronic.distributed.records import Position
 from speedtronic.distributed.stores.base import Listing
@@ -395,7 +395,7 @@ def _life_of_an_update(process: NodeProcess) -> None:
 
 @pytest.mark.parametrize("disk", [same_disk, new_disk])
 @pytest.mark.parametrize("saved_before", ["nothing", "the commit", "the boundary"])
-@pytest.mark.parametrize("effects", range(7))
+@pytest.mark.parametrize("effects", range(8))
 def test_a_kill_at_any_request_loses_and_doubles_nothing(effects: int, saved_before: str, disk: Disk) -> None:
     store, master, process = started()
     process.train_and_send(2)
@@ -412,10 +412,70 @@ def test_a_kill_at_any_request_loses_and_doubles_nothing(effects: int, saved_bef
     except KilledError:
         assert process.budget == 0
     else:
-        assert effects == 6  # one to spool, four to upload, one to look
+        assert effects == 7  # one to spool, five to upload, one to look
     again = NodeProcess(store, disk(process), 2, checkpoint)
     finish(again, master, 8)
     assert again.values == learned(master) == each_once(8)
+
+
+FINE = 1.0 + 2**-10  # eight bits of bf16 keep 1.0 of it
+
+
+@pytest.mark.parametrize("saved_before", ["nothing", "the commit", "the boundary"])
+@pytest.mark.parametrize("effects", range(10))
+def test_with_a_lossy_codec_all_that_was_sent_and_what_is_owed_is_what_was_trained(
+    effects: int, saved_before: str
+) -> None:
+    store, master, process = started(codec="bf16")
+    process.learns = FINE
+    process.train_and_send(2)
+    master.apply_deltas()
+    process.receive()
+    checkpoint = process.checkpoint() if saved_before == "the boundary" else None
+    process.train(2)
+    if saved_before == "the commit":
+        checkpoint = process.checkpoint()
+    process.boundary()
+    process.budget = effects
+    try:
+        _life_of_an_update(process)
+    except KilledError:
+        assert process.budget == 0
+    else:
+        assert effects == 9  # two to spool, six to upload, one to look
+    again = NodeProcess(store, process.files, 2, checkpoint, codec="bf16", learns=FINE)
+    finish(again, master, 8)
+    owed = again.node.state_dict()["residual"]["done"].tolist()
+    assert [value - owed_ for value, owed_ in zip(learned(master), owed, strict=True)] == [
+        FINE * value for value in each_once(8)
+    ]
+    assert again.values == learned(master)
+    assert not again.logged("WARNING")
+    assert sum(name in again.files.contents for name in RESIDUALS) == 1
+
+
+def test_a_residual_that_is_damaged_on_the_disk_is_reported() -> None:
+    store, master, process = started(codec="bf16")
+    process.learns = FINE
+    process.train_and_send(2)
+    for name in RESIDUALS:
+        process.files.contents.pop(name, None)
+    again = NodeProcess(store, process.files, 2, codec="bf16", learns=FINE)
+    assert "codec still owed from earlier deltas is damaged" in again.logged("WARNING")[0]
+    finish(again, master, 4)
+    assert learned(master) == each_once(4)
+
+
+def test_a_codec_without_loss_sends_what_another_owed() -> None:
+    store, master, process = started(codec="bf16")
+    process.learns = FINE
+    process.train_and_send(2)
+    master.apply_deltas()
+    again = NodeProcess(store, process.files, 2, codec="fp32", learns=FINE)
+    other = AddingMaster(store, codec="fp32")
+    finish(again, other, 4)
+    assert learned(other) == [FINE * value for value in each_once(4)]
+    assert again.node.state_dict()["residual"] is None
 
 
 @pytest.mark.parametrize("effects", range(10))

@@ -107,6 +107,7 @@ class NodeProcess:
     Args:
         process: a number, from which the nonce of its sessions is made.
         checkpoint: of an earlier process, to continue from; without one the model is new.
+        learns: what a step takes from its number.
         budget: how many effects happen before the process is killed; None for all.
     """
 
@@ -120,9 +121,11 @@ class NodeProcess:
         node: str = "n",
         codec: str = "fp32",
         model: Counter | None = None,
+        learns: float = 1.0,
         budget: int | None = None,
     ) -> None:
         self.store = store
+        self.learns = learns
         self.files = files
         self.said: list[tuple[str, Mapping[str, Any]]] = []
         self.budget = budget
@@ -160,7 +163,7 @@ class NodeProcess:
         for _ in range(steps):
             self.step += 1
             with torch.no_grad():
-                self.model.done[self.step] -= 1
+                self.model.done[self.step] -= self.learns
                 self.model.average += 1
                 self.model.count += 1
             self.node.count(2, 10)
