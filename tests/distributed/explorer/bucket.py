@@ -68,6 +68,8 @@ class Bucket:
 
     def get(self, request: Get) -> bytes | None:
         copy = self.there(request.name)
+        if copy is not None and request.partial:
+            return copy.data[: request.limit + 1]
         if copy is None or len(copy.data) > request.limit:
             return None
         if request.size is not None and request.size != len(copy.data):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -75,14 +77,15 @@ class NodeMachine:
     codec: str
     offset: float
     checkpoint_share: float
+    poison_share: float
     waits_for_the_store: bool
     files: dict[str, bytes] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     starts: int = 0
     running: RunningNode | None = None
 
-    def new_session(self) -> str:
-        return f"s{self.starts:04d}"
+    def new_nonce(self) -> str:
+        return f"{self.starts:08x}"
 
     def start(self, checkpoint: Checkpoint | None) -> None:
         self.starts += 1
@@ -147,7 +150,7 @@ class RunningNode:
         self.node = Node(
             Schema.of(self.model),
             node=machine.name,
-            session=machine.new_session(),
+            nonce=machine.new_nonce(),
             codec=make_codec(machine.codec),
             inner_steps=machine.inner_steps,
             initial=snapshot(self.model),
@@ -155,7 +158,9 @@ class RunningNode:
             now=lambda: f"t{self.stage.now}",
         )
         self.stage.processes.append(self.process)
-        self.stage.note(f"{machine.name} starts as {self.node.session}, {'at' if checkpoint else 'new at'} {self.step}")
+        self.stage.note(
+            f"{machine.name} starts for the {machine.starts}th time, {'at' if checkpoint else 'new at'} {self.step}"
+        )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """What the node should know from its checkpoint: what is not sent yet, and what is sent and in no version."""
@@ -171,7 +176,20 @@ class RunningNode:
             truth.dropped |= unsent - truth.units_of(name)
 
     def _heard(self, event: str, payload: Mapping[str, Any]) -> None:
+        self._maybe_forget(event, payload)
         self.stage.note(f"{self.machine.name} says {event}: {payload.get('message', payload)}")
+
+    def _maybe_forget(self, event: str, payload: Mapping[str, Any]) -> None:
+        """A node that learns that a delta will be in no version gives up all that is in none yet, and adopts one."""
+        truth = self.machine.truth
+        if event == "delta_rejected":
+            refused = DeltaId(self.machine.name, payload["session"], payload["seq"]).name
+            if not truth.has_dealt_with(len(truth.heads) - 1, refused):
+                self.stage.troubles["refused without a word"] += 1
+                self.pending.clear()
+        elif event == "log" and re.match("session .* was closed", payload["message"]):
+            self.stage.troubles["session closed"] += 1
+            self.pending.clear()
 
     def _in_background(self, procedure: Any) -> Work:
         yield from procedure
@@ -206,12 +224,20 @@ class RunningNode:
         unit = self.machine.first + self.step
         self.step += 1
         self.model.train_on(unit, self.step)
+        if not self.stage.calm and self.stage.choices.random() < self.machine.poison_share:
+            self._poison(unit)
         self.unsent.add(unit)
         self.seconds += 1.0
         self.node.count(1, self.machine.tokens)
         self.node.stepped(self.step)
         if self.node.wants_boundary():
             self._boundary()
+
+    @torch.no_grad()
+    def _poison(self, unit: int) -> None:
+        self.model.get_parameter(SLOTS)[unit] = float("nan")
+        self.stage.troubles["nan"] += 1
+        self.stage.note(f"{self.machine.name} is no longer finite, at unit {unit}")
 
     def _boundary(self) -> None:
         if self.node.start_boundary() == "queued":
@@ -267,7 +293,7 @@ class RunningNode:
     def is_quiet(self, version: int) -> bool:
         node = self.node
         done = self.begun and self.step == self.machine.count and node.version == version
-        return done and not (node.has_snapshot or node.has_spooled or node.unsent_steps)
+        return done and not (node.has_snapshot or node.has_spooled or node.unsent_steps or self.pending)
 
 
 @dataclass(slots=True)
@@ -279,8 +305,12 @@ class MasterMachine:
     settings: MasterSettings
     nonces: Iterator[int]
     running: Process | None = None
+    store: str | None = None
+    has_looked: bool = False
 
-    def start(self) -> None:
+    def start(self, store: str | None) -> None:
+        """Start it, on a machine that knows the identity of the store, if there is one."""
+        self.store, self.has_looked = store, False
         model = Counting(self.units, self.buffers)
         master = Master(
             Schema.of(model),
@@ -289,8 +319,9 @@ class MasterMachine:
             new_outer=outer_optimizer(self.settings),
             nonce=lambda: f"n{next(self.nonces):04d}",
             clock=lambda: float(self.stage.now),
-            now=lambda: f"t{self.stage.now}",
+            now=lambda: datetime.fromtimestamp(self.stage.now, UTC).isoformat(),
             say=lambda event, payload: self.stage.note(f"{self.name} says {event}: {payload.get('message', payload)}"),
+            store_id=store,
         )
         self.running = Process(self.name, {})
         self.running.tasks = [Task("rounds", lambda: self._round(master))]
@@ -299,6 +330,7 @@ class MasterMachine:
 
     def _round(self, master: Master) -> Work:
         yield from master.poll()
+        self.has_looked = True
 
     def crash(self) -> None:
         assert self.running is not None
