@@ -157,7 +157,7 @@ class Together:
 
     def _take_in_what_was_sent(self) -> None:
         until = time.monotonic() + _TAKING_IN
-        while (waiting := store_status(self._store).outstanding) and time.monotonic() < until:
+        while (waiting := store_status(self._store, now=time.time()).outstanding) and time.monotonic() < until:
             self._average()
             time.sleep(5 * _TICK)
         if waiting:
