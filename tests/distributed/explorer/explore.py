@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 
+from speedtronic.distributed import marks
 from speedtronic.distributed.ledger import SPOOL
 from speedtronic.distributed.master import MasterSettings
 from tests.distributed.explorer.machines import MasterMachine, NodeMachine
@@ -17,11 +21,12 @@ from tests.distributed.explorer.strangers import KINDS, Strangers
 from tests.distributed.explorer.truth import SLOTS, Rule, ScheduleError, Truth, delta_of
 
 _LONGEST_CALM = 200  # rounds of all tasks after which it must be quiet
+_SOON = 0.5  # rounds after which a node that is idle can be forgotten, where manifests are to hold few of them
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a seed decides about a schedule before it begins."""
+    """What a seed decides about a schedule before it begins. `forgets`: manifests have room for one node."""
 
     seed: int
     ticks: int
@@ -34,6 +39,7 @@ class Plan:
     offsets: bool
     buffers: bool
     new_disks: bool
+    forgets: bool
     checkpoint_share: float
     poison_share: float
     strangers: tuple[str, ...]
@@ -72,6 +78,7 @@ class Plan:
             offsets=choices.random() < 0.2,
             buffers=choices.random() < 0.3,
             new_disks=new_disks,
+            forgets=choices.random() < 0.15,
             checkpoint_share=choices.choice((0.0, 0.1, 0.3)),
             poison_share=choices.choice((0.0, 0.0, 0.0, 0.1)),
             # A node on a new disk believes what the store says of it, since it knows nothing else.
@@ -94,6 +101,16 @@ class Plan:
             ),
         )
 
+    def directed(self, focus: Mapping[str, Any]) -> Plan:
+        """The same with some decisions taken otherwise: fields of `MasterSettings`, of `Faults`, or of this."""
+
+        def with_focus(part: Any) -> Any:
+            names = {field.name for field in dataclasses.fields(part)}
+            return dataclasses.replace(part, **{name: value for name, value in focus.items() if name in names})
+
+        directed: Plan = dataclasses.replace(self, settings=with_focus(self.settings), faults=with_focus(self.faults))
+        return with_focus(directed)
+
 
 class Exploration:
     """One schedule. `run` raises ScheduleError when the protocol did not keep its word."""
@@ -112,6 +129,7 @@ class Exploration:
                 max_staleness=settings.max_staleness,
                 quorum=settings.quorum,
                 patient=settings.grace is not None and settings.grace > plan.ticks,
+                recent_rounds=_SOON if plan.forgets else marks.RECENT_ROUNDS,
             )
         )
         self.stage = Stage(plan.seed, plan.faults, self.truth, keep_trace=keep_trace)
@@ -149,6 +167,13 @@ class Exploration:
         )
 
     def run(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if self.plan.forgets:
+                for name, value in (("MOST_NODES", 1), ("_NODES_LEFT", 1), ("RECENT_ROUNDS", _SOON)):
+                    patch.setattr(marks, name, value)
+            self._run()
+
+    def _run(self) -> None:
         for machine in self.choices.sample([*self.nodes, *self.masters], len(self.nodes) + len(self.masters)):
             self._start(machine)
         for _ in range(self.plan.ticks):

@@ -19,13 +19,13 @@ from speedtronic.distributed.outer import outer_optimizer
 from speedtronic.distributed.protocol import DeltaId
 from speedtronic.distributed.schema import Schema, Tensors, rebase_, snapshot
 from tests.distributed.explorer.schedule import PAUSE, Process, Stage, Task, Work
-from tests.distributed.explorer.truth import LATEST, MEAN, SLOTS, ScheduleError, Span, Truth
+from tests.distributed.explorer.truth import LATEST, MEAN, SLOTS, STEP, ScheduleError, Span, Truth
 
 _LOCAL = 0.05  # what bfloat16 leaves behind, of a slot that moves by 1
 
 
 class Counting(nn.Module):
-    """A model with one slot for each unit of data. Training on a unit lowers its slot by one."""
+    """A model with one slot for each unit of data. Training on a unit lowers its slot by `STEP`."""
 
     def __init__(self, units: int, buffers: bool) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Counting(nn.Module):
 
     @torch.no_grad()
     def train_on(self, unit: int, step: int) -> None:
-        self.get_parameter(SLOTS)[unit] -= 1.0
+        self.get_parameter(SLOTS)[unit] -= STEP
         for name, buffer in self.named_buffers():
             buffer.copy_(buffer * 0.5 + step) if name == MEAN else buffer.fill_(step)
 
@@ -270,7 +270,7 @@ class RunningNode:
         wanted = torch.tensor(truth.weights(version)[SLOTS])
         for name in self.pending:
             wanted -= torch.as_tensor(truth.committed[name].values[SLOTS])
-        wanted[list(self.unsent)] -= 1.0
+        wanted[list(self.unsent)] -= STEP
         off = (self.model.get_parameter(SLOTS).detach() - wanted).abs()
         if off.max() > _LOCAL:
             unit = int(off.argmax())
@@ -283,6 +283,8 @@ class RunningNode:
         goal = self.node.continue_at()
         if goal is not None:
             self.stage.note(f"{self.machine.name} continues at {goal.step}, from {self.step}")
+            if goal.step > self.machine.count:
+                raise ScheduleError(f"{self.machine.name} is moved to step {goal.step}, where it never was")
             self.step = goal.step
 
     def _save(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -22,10 +22,17 @@ from tests.distributed.explorer.explore import Exploration
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """What is left out, and by which words it is noticed (a regular expression)."""
+    """A protocol that lacks a rule.
+
+    Attributes:
+        change: leaves the rule out.
+        noticed_as: by which words it is noticed, a regular expression.
+        focus: decisions of schedules that reach what the rule guards against; see `Plan.directed`.
+    """
 
     change: Callable[[pytest.MonkeyPatch], None]
     noticed_as: str
+    focus: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _marks_outside(patch: pytest.MonkeyPatch) -> None:
@@ -230,6 +237,17 @@ def _refusals_make_a_quorum(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Master, "_is_enough", count_all)
 
 
+def _no_horizon(patch: pytest.MonkeyPatch) -> None:
+    """Of a node that was forgotten, sessions open as if it were new."""
+    obstacle = marks.Marks.obstacle
+
+    def forget_horizon(self: marks.Marks, header: Any) -> str | None:
+        self._head = self._head.model_copy(update={"horizon": 0})
+        return obstacle(self, header)
+
+    patch.setattr(marks.Marks, "obstacle", forget_horizon)
+
+
 def _residual_outside_the_commit(patch: pytest.MonkeyPatch) -> None:
     """What a codec owes is in memory and in checkpoints alone."""
 
@@ -266,6 +284,8 @@ def _prepare(patch: pytest.MonkeyPatch, prepare: Callable[[Exploration], None]) 
     patch.setattr(Exploration, "run", prepared)
 
 
+_LOSSY = {"codec": "bf16", "crash": 0.03, "new_disks": False}
+
 MUTANTS = {
     # The eight of diloco.md.
     "mark-outside-the-manifest": Mutant(_marks_outside, "processed again|differs from the head|off by"),
@@ -285,10 +305,15 @@ MUTANTS = {
     "no-look-at-the-head-before": Mutant(_no_look_at_the_head_before, "when the chain had|parent|of store"),
     "junk-counts-as-absent": Mutant(_junk_counts_as_absent, "does not become quiet|nobody published"),
     "closed-session-opens-again": Mutant(_closed_session_opens_again, "was closed, and is open again"),
-    "folded-too-early": Mutant(_folded_too_early, "was closed before"),
-    "anybody-moves-a-node": Mutant(_anybody_moves_a_node, "is in no delta"),
+    "folded-too-early": Mutant(
+        _folded_too_early, "was closed before", {"lag": 200, "crash": 0.05, "quorum": 1, "expected_nodes": None}
+    ),
+    "anybody-moves-a-node": Mutant(_anybody_moves_a_node, "where it never was", {"new_disks": False}),
+    "no-horizon": Mutant(
+        _no_horizon, "processed again|the horizon is", {"forgets": True, "doubled": 0.2, "late": 0.1, "quorum": 1}
+    ),
     "refusals-make-a-quorum": Mutant(_refusals_make_a_quorum, "without a quorum"),
-    "residual-outside-the-commit": Mutant(_residual_outside_the_commit, "is owed"),
+    "residual-outside-the-commit": Mutant(_residual_outside_the_commit, "is owed", _LOSSY),
     "base-kept-after-a-refusal": Mutant(_base_kept_after_a_refusal, "does not become quiet|differs from the head"),
     "sends-what-is-not-finite": Mutant(_sends_what_is_not_finite, "not finite"),
     "hint-is-believed-for-ever": Mutant(_hint_is_believed_for_ever, "of a round, not"),

@@ -23,10 +23,11 @@ from tests.distributed.explorer.bucket import Bucket, Copy
 SLOTS, MEAN, LATEST = "slots", "mean", "latest"  # one slot for each unit of data; an averaged and an integer buffer
 NO_NODE: dict[str, Any] = {"closed_below": 0, "sessions": {}}
 _HEAD = re.compile(r"head/(\d{8})(?:\.([1-9]))?\.json")
-_RECENT_ROUNDS = 5
 _HINTED_VERSIONS = 5  # for so many versions, `expected_nodes` is believed
 _HALF = 0.5  # a slot moves by 1 when its unit is trained; what rounding leaves is far below this
 _NEAR = 2e-3
+STEP = 1.003  # by which a unit moves its slot; bfloat16 has 1
+_OWED = 1e-3  # less than what bfloat16 loses of a unit, more than what it then loses of that
 
 Arrays = dict[str, np.ndarray]
 
@@ -43,6 +44,7 @@ class Rule:
         even: all nodes have the same n.
         quorum: as configured.
         patient: no round starts without a quorum.
+        recent_rounds: in one of which a node must have been to take part.
     """
 
     outer: str
@@ -54,6 +56,7 @@ class Rule:
     max_staleness: float | None
     quorum: int | None
     patient: bool
+    recent_rounds: float
 
     @property
     def synchronous(self) -> bool:
@@ -94,7 +97,9 @@ class Truth:
         blobs: weights and momentum that ever were in the store.
         committed: by name, every delta that ever was in a spool.
         forged: by name, deltas that others sent in a node's name; they carry no units.
+        lost_disks: machines that got a new disk.
         strays: names of what others put into the store, and that is neither a version nor a delta.
+        forgotten: nodes of which a head had no mark any more.
         identity: of the store.
         calm: from this version on, rounds may start without a quorum.
         dropped: units that a node gave up with a word, as it may when it takes over weights that are not its own.
@@ -109,6 +114,8 @@ class Truth:
     committed: dict[str, Committed] = field(default_factory=dict)
     forged: dict[str, Committed] = field(default_factory=dict)
     strays: set[str] = field(default_factory=set)
+    lost_disks: set[str] = field(default_factory=set)
+    forgotten: set[str] = field(default_factory=set)
     identity: str | None = None
     calm: int | None = None
     dropped: set[int] = field(default_factory=set)
@@ -139,6 +146,7 @@ class Truth:
 
     def disk_lost(self, machine: str) -> set[str]:
         """The deltas that nobody has any more."""
+        self.lost_disks.add(machine)
         gone = {
             name
             for name, delta in self.committed.items()
@@ -217,14 +225,19 @@ class Truth:
         """Each session's mark moves over exactly the deltas that this head processed, without a gap; a closed session
         never opens again, and a session is closed when all that it has sent is processed."""
         processed: dict[str, dict[str, list[int]]] = defaultdict(dict)
-        for done in sorted(_processed(head)):
+        for done, outcome in sorted(_processed(head).items()):
             node, session, seq = _session_of(done)
-            processed[node].setdefault(session, []).append(seq)
+            numbers = processed[node].setdefault(session, [])
+            if outcome.startswith("missing"):  # it stands for all that are missing before it
+                was = before["nodes"].get(node, NO_NODE)["sessions"].get(session, {"seq": 0})["seq"]
+                numbers += range(max([was, *numbers]) + 1, seq)
+            numbers.append(seq)
         for node in {*before["nodes"], *head["nodes"], *processed}:
             was, now = before["nodes"].get(node, NO_NODE), head["nodes"].get(node)
             if now is None:
                 if head["horizon"] != head["version"] or node in processed:
                     raise ScheduleError(f"{name}: the marks of {node} are gone")
+                self.forgotten.add(node)
                 continue
             if now["closed_below"] < was["closed_below"]:
                 raise ScheduleError(f"{name}: of {node}, closed sessions are open again")
@@ -302,6 +315,7 @@ class Truth:
         outcomes = self._outcomes()
         self._each_delta_once(outcomes)
         self._each_unit_once(outcomes, spans)
+        self._nothing_owed()
         self._weights_follow()
 
     def _outcomes(self) -> dict[str, str]:
@@ -309,11 +323,11 @@ class Truth:
         outcomes: dict[str, str] = {}
         for head in self.heads:
             for name, outcome in _processed(head).items():
-                if name in outcomes:
+                if name in outcomes and not (outcome.startswith("missing") and _session_of(name)[0] in self.forgotten):
                     raise ScheduleError(f"{name} was processed again by version {head['version']}")
                 if name not in self.sent and not (outcome != "applied" and self.is_forged(_session_of(name)[0])):
                     raise ScheduleError(f"version {head['version']} processed {name}, which was in no spool: {outcome}")
-                outcomes[name] = outcome
+                outcomes.setdefault(name, outcome)
         return outcomes
 
     def _each_delta_once(self, outcomes: Mapping[str, str]) -> None:
@@ -325,14 +339,14 @@ class Truth:
                 raise ScheduleError(f"{name} was rejected: {outcome}")
 
     def may_be_passed_over(self, name: str) -> bool:
-        """Whether a delta may stay without an outcome: it is too old to open its session, or somebody else has closed
-        its session in the name of its node."""
+        """Whether a delta may stay without an outcome: it is too old to open its session, or its node was forgotten, or
+        somebody else has closed its session in the name of its node."""
         head, delta = self.heads[-1], self.committed[name]
         node, session, seq = _session_of(name)
         if _has_processed(head, node, session, seq):
             return self.is_forged(node)
         is_open = session in head["nodes"].get(node, NO_NODE)["sessions"]
-        return not is_open and self.is_stale(delta, head)
+        return not is_open and (self.is_stale(delta, head) or delta.header["base_version"] < head["horizon"])
 
     def is_stale(self, delta: Committed, head: Mapping[str, Any]) -> bool:
         base = self.heads[delta.header["base_version"]]
@@ -340,8 +354,9 @@ class Truth:
         return limit is not None and head["rounds"] - base["rounds"] > limit
 
     def _may_be_refused(self, name: str, reason: str) -> bool:
-        if self.is_forged(_session_of(name)[0]):
-            return True  # somebody else has said how many deltas its session has
+        node = _session_of(name)[0]
+        if self.is_forged(node) or (reason.startswith("missing") and node in self.forgotten):
+            return True  # how many deltas its session has is said by somebody else, or once more
         if reason.startswith("stale"):
             return self.rule.max_staleness is not None
         return any(not copy.whole for copy in self._copies(name))  # given up after many looks at a torn one
@@ -359,6 +374,16 @@ class Truth:
             for unit in range(span.first, span.first + span.count):
                 if not carriers[unit] and unit not in self.dropped:
                     raise ScheduleError(f"unit {unit} of {span.machine} is in no delta")
+
+    def _nothing_owed(self) -> None:
+        """What a codec lost of a unit is in the next delta of its machine, unless a disk was lost."""
+        for machine in {delta.machine for delta in self.committed.values()} - self.lost_disks:
+            deltas = [delta for delta in self.committed.values() if delta.machine == machine]
+            for number, delta in enumerate(deltas[:-1]):
+                sent = sum(later.values[SLOTS] for later in deltas[number:])
+                for unit in delta.units:
+                    if abs(sent[unit] - STEP) > _OWED:
+                        raise ScheduleError(f"of unit {unit} of {machine}, {STEP - sent[unit]:.3g} is owed")
 
     def _weights_follow(self) -> None:
         """Every head's weights and momentum, from those before and the deltas that it applied, in float64."""
@@ -410,7 +435,7 @@ class Truth:
         recent = {
             _session_of(name)[0]
             for head in past
-            if before["rounds"] - float(f"{head['rounds']:.7g}") < _RECENT_ROUNDS
+            if before["rounds"] - float(f"{head['rounds']:.7g}") < self.rule.recent_rounds
             for name in head["applied"]
         }
         return len(recent | present)
