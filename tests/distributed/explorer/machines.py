@@ -267,6 +267,8 @@ class RunningNode:
         truth = self.machine.truth
         version = install.manifest.version
         self.pending = [name for name in self.pending if not truth.has_dealt_with(version, name)]
+        if self.machine.name in truth.forgotten:
+            return  # the version may have this node's delta and no longer say so: the node finds out a round later
         wanted = torch.tensor(truth.weights(version)[SLOTS])
         for name in self.pending:
             wanted -= torch.as_tensor(truth.committed[name].values[SLOTS])

@@ -312,9 +312,17 @@ MUTANTS = {
     "no-horizon": Mutant(
         _no_horizon, "processed again|the horizon is", {"forgets": True, "doubled": 0.2, "late": 0.1, "quorum": 1}
     ),
-    "refusals-make-a-quorum": Mutant(_refusals_make_a_quorum, "without a quorum"),
+    "refusals-make-a-quorum": Mutant(
+        _refusals_make_a_quorum,
+        "without a quorum",
+        {"strangers": ("junk",), "stranger_share": 0.05, "nodes": 2, "grace": 1e6, "quorum": 2, "expected_nodes": None},
+    ),
     "residual-outside-the-commit": Mutant(_residual_outside_the_commit, "is owed", _LOSSY),
     "base-kept-after-a-refusal": Mutant(_base_kept_after_a_refusal, "does not become quiet|differs from the head"),
     "sends-what-is-not-finite": Mutant(_sends_what_is_not_finite, "not finite"),
-    "hint-is-believed-for-ever": Mutant(_hint_is_believed_for_ever, "of a round, not"),
+    "hint-is-believed-for-ever": Mutant(
+        _hint_is_believed_for_ever,
+        "of a round, not",
+        {"expected_nodes": 6, "quorum": 1, "even": True, "inner_steps": 1, "units_each": 14},
+    ),
 }
