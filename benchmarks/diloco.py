@@ -1,11 +1,15 @@
 """What DumbDiLoCo asks of its store, of the master's memory, and of the training thread.
 
-    python benchmarks/diloco.py [--only idle|nodes|stall] [--quick] [--folder PATH] [--json]
+    python benchmarks/diloco.py [--only idle|scale|nodes|memory|stall] [--quick] [--folder PATH] [--json]
 
 "idle" counts the requests of one look at a store in which nothing is new, and the bytes that come back, after so many
 deltas of one node, each a version: by a node and by a master, in memory and in a folder. The first look of a new node
-and of a new master stand beside them. "nodes" times a master's round of so many deltas in a folder, and takes the peak
+and of a new master stand beside them. "scale" lets so many nodes make so many versions in virtual time, without
+training: each sends a delta a round, and restarts every 25 rounds. It shows how large manifests become, and what a look
+and a new version cost. "nodes" times a master's round of so many deltas in a folder, and takes the peak
 of its memory in a process of its own, above what that process has before it holds a model, in copies of the model.
+"memory" is the peak of a node whose master is gone, likewise in a process of its own: at boundaries, then with a
+checkpoint whose tensors are copied in memory after each (the node's part of it), and at the last boundary of a run.
 "stall" is how long the training thread stands still at a boundary, as a share of one copy of the weights; the two
 alternate (A B A B …), and the figure is the median of the ratios.
 """
@@ -29,16 +33,19 @@ import torch
 from torch import nn
 
 from speedtronic import DistributedConfig
-from speedtronic.distributed.codec import Fp32Codec
+from speedtronic.checkpoint.staging import StagingBuffer
+from speedtronic.checkpoint.tree import encode
+from speedtronic.distributed.codec import Codec, Fp32Codec, make_codec
 from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
-from speedtronic.distributed.delta import DeltaHeader, pack_delta
+from speedtronic.distributed.delta import DeltaHeader, Predecessor, pack_delta
 from speedtronic.distributed.master import Master, MasterSettings
 from speedtronic.distributed.node import Node
+from speedtronic.distributed.node_files import NodeFiles
 from speedtronic.distributed.outer import MasterOuterLoop, outer_optimizer
-from speedtronic.distributed.protocol import list_all
-from speedtronic.distributed.records import Position
+from speedtronic.distributed.protocol import find_head, list_all
+from speedtronic.distributed.records import Position, session_name
 from speedtronic.distributed.requests import Files, Procedure, perform
-from speedtronic.distributed.schema import Schema, rebase_, snapshot
+from speedtronic.distributed.schema import Schema, Tensors, rebase_, snapshot
 from speedtronic.distributed.stores.base import REQUEST_TIMEOUT, Buffer, Listing, Store
 from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
@@ -137,12 +144,12 @@ class History:
         yield "new master", traffic.of(self.new_master("second").poll())
 
 
-def make_node(model: nn.Module, name: str) -> Node:
+def make_node(model: nn.Module, name: str, codec: Codec | None = None) -> Node:
     return Node(
         Schema.of(model),
         node=name,
         nonce="00000001",
-        codec=Fp32Codec(),
+        codec=codec or Fp32Codec(),
         inner_steps=1,
         initial=snapshot(model),
         say=lambda event, payload: None,
@@ -196,6 +203,104 @@ def idle_table(records: list[Record]) -> Iterator[str]:
             if (record["who"], record["store"]) == (who, store)
         ]
         yield f"  {f'{who}, {store}':24}" + "".join(f"{cell:>18}" for cell in cells)
+
+
+# ---------------------------------------------------------------------- many nodes, many rounds
+
+RESTART_EVERY = 25  # rounds
+RECENT = 100  # versions, over which figures are taken
+
+
+class Sender:
+    """A node that sends zeros."""
+
+    def __init__(self, index: int, schema: Schema, tensors: Tensors) -> None:
+        self.name, self._index = f"node-{index:04}", index
+        self._schema, self._tensors = schema, tensors
+        self._number, self._seq = 1, 0
+        self._before: Predecessor | None = None
+
+    def send(self, store: Store, version: int) -> None:
+        session = session_name(self._number, f"{self._index:08x}")
+        if (version + self._index) % RESTART_EVERY == 0 and self._seq:
+            self._before = Predecessor(session=session, last=self._seq)
+            self._number, self._seq = self._number + 1, 0
+            session = session_name(self._number, f"{self._index:08x}")
+        self._seq += 1
+        steps = 500 * (version + 1)
+        header = DeltaHeader(
+            node=self.name,
+            session=session,
+            seq=self._seq,
+            base_version=version,
+            steps=500,
+            samples=8000,
+            tokens=500 * 16 * 2048,
+            seconds=600.0 + self._index / 7,
+            position=Position(steps, steps * 16, steps * 16 * 2048),
+            schema_id=self._schema.fingerprint,
+            codec="fp32",
+            time="",
+            predecessor=self._before,
+        )
+        store.put_if_absent(header.id.name, pack_delta(header, self._tensors, {}))
+
+
+def scale(args: argparse.Namespace) -> Iterator[Record]:
+    for size in args.scale:
+        nodes, rounds = map(int, size.split("x"))
+        yield {"nodes": nodes, "rounds": rounds, **at_scale(nodes, rounds)}
+
+
+def at_scale(nodes: int, rounds: int) -> Record:
+    """The sizes of the last manifests, in bytes, and what reading them costs."""
+    store, model = MemoryStore(), nn.Linear(2, 2)
+    traffic = Traffic(store)
+    master = make_master(model, "only", expected_nodes=nodes)
+    perform(master.poll(), store)
+    schema, tensors = Schema.of(model), {name: torch.zeros_like(value) for name, value in snapshot(model).items()}
+    senders = [Sender(index, schema, tensors) for index in range(nodes)]
+    known = master.head
+    manifests, followed, asked, seconds = [], [], [], []
+    for version in range(rounds):
+        for sender in senders:
+            sender.send(store, version)
+        started = time.perf_counter()
+        assert perform(master.poll(), store) == nodes
+        seconds.append(time.perf_counter() - started)
+        assert master.head is not None
+        manifests.append(len(master.head.to_bytes()))
+        # A follower, who knows the version before: the weights are not counted, which are the same at any scale.
+        requests, received = traffic.of(find_head(known))
+        followed.append(received)
+        asked.append(requests)
+        known = master.head
+    idle_master, _ = traffic.of(master.poll())
+    idle_follower, _ = traffic.of(find_head(known))
+    new, _ = traffic.of(find_head(None))
+    return {
+        "manifest": manifests[-1],
+        "largest": max(manifests),
+        "followed": statistics.median(followed[-RECENT:]),
+        "requests": statistics.median(asked[-RECENT:]),
+        "idle_master": idle_master,
+        "idle_follower": idle_follower,
+        "first_look": new,
+        "objects": len(perform(list_all(""), store)),
+        "seconds": statistics.median(seconds[-RECENT:]),
+    }
+
+
+def scale_table(records: list[Record]) -> Iterator[str]:
+    yield f"nodes that send a delta a round and restart every {RESTART_EVERY} rounds; bytes without the weights"
+    yield "     nodes    rounds  manifest   largest  requests (bytes) of a new version  idle: master, node  first look"
+    for record in records:
+        version = f"{record['requests']:g} ({record['followed']:g})"
+        looks = f"{record['idle_master']}, {record['idle_follower']}"
+        yield (
+            f"  {record['nodes']:8}{record['rounds']:10}{record['manifest']:10}{record['largest']:10}"
+            f"{version:>35}{looks:>20}{record['first_look']:12}"
+        )
 
 
 # ---------------------------------------------------------------------- a round of many nodes
@@ -282,6 +387,69 @@ def nodes_table(records: list[Record]) -> Iterator[str]:
         yield f"  {record['nodes']:8}{seconds:10.3f}{seconds / record['nodes']:17.4f}{record['copies']:30.2f}"
 
 
+# ---------------------------------------------------------------------- a node without its master
+
+
+def memory(args: argparse.Namespace) -> Iterator[Record]:
+    for codec in ("fp32", "bf16"):
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            place = ["--folder", folder, "--codec", codec, "--megabytes", str(args.megabytes)]
+            command = [sys.executable, __file__, "--only", "lone-node", *place, "--boundaries", str(args.boundaries)]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            yield {"codec": codec, "megabytes": args.megabytes, **json.loads(output)}
+
+
+def lone_node(args: argparse.Namespace) -> Record:
+    """What `memory` measures, in this process: peaks in copies of the model, above the model itself."""
+    store = FolderStore(Path(args.folder) / "store", sync=lambda descriptor: None)
+    files = NodeFiles(Path(args.folder) / "node")
+    History().grow(1)  # what the first round of a process brings into memory besides models is not counted
+    model = model_of(args.megabytes)
+    perform(make_master(model, "only", expected_nodes=1).poll(), store)
+    before = resident_bytes("VmRSS")
+    node = make_node(model, "node", make_codec(args.codec))
+    perform(node.begin(None), store, files)
+    perform(node.poll(), store, files)
+    install = node.installable()
+    assert install is not None
+    rebase_(model, install.new_base, install.base, adopt=install.adopt)
+    node.installed(install)
+    del install
+
+    step = 0
+
+    def peak(boundaries: int, *, last: bool = False, saves: bool = False) -> float:
+        """Copies at the peak of so many boundaries, of which the first ones are taken and all others skipped."""
+        nonlocal step
+        forget_peak()
+        for _ in range(boundaries):
+            step += 1
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 1e-3
+            node.count(1, 0)
+            node.stepped(step)
+            if node.start_boundary(last=last) == "queued":
+                node.give_snapshot(snapshot(model, node.spare(), names=node.exchanged), 1.0)
+                perform(node.spool(), store, files)
+                perform(node.upload(), store, files)
+            if saves:
+                staged = StagingBuffer()
+                staged.fill(encode(node.state_dict()).tensors, {})
+                del staged
+        return (resident_bytes("VmHWM") - before) / (args.megabytes * 2**20)
+
+    return {"boundary": peak(args.boundaries), "checkpoint": peak(2, saves=True), "last": peak(1, last=True)}
+
+
+def memory_table(records: list[Record]) -> Iterator[str]:
+    yield f"a node without its master, model of {records[0]['megabytes']} MiB: peak in model copies, above the model"
+    yield "  codec   boundaries   with a checkpoint   last boundary"
+    for record in records:
+        peaks = f"{record['boundary']:13.2f}{record['checkpoint']:20.2f}{record['last']:16.2f}"
+        yield f"  {record['codec']:5}{peaks}"
+
+
 # ---------------------------------------------------------------------- stall of the training thread
 
 
@@ -336,18 +504,28 @@ def stall_table(records: list[Record]) -> Iterator[str]:
 # ---------------------------------------------------------------------- all
 
 
-MEASURES = {"idle": (idle, idle_table), "nodes": (nodes, nodes_table), "stall": (stall, stall_table)}
-QUICK = {"history": [3, 12], "nodes": [2], "megabytes": 4, "rounds": 1, "boundaries": 3}
+MEASURES = {
+    "idle": (idle, idle_table),
+    "scale": (scale, scale_table),
+    "nodes": (nodes, nodes_table),
+    "memory": (memory, memory_table),
+    "stall": (stall, stall_table),
+}
+QUICK = {"history": [3, 12], "scale": ["5x60"], "nodes": [2], "megabytes": 4, "rounds": 1, "boundaries": 3}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", choices=[*MEASURES, "master", "deltas"], help="one of the tables, or a part of one")
+    parser.add_argument(
+        "--only", choices=[*MEASURES, "master", "deltas", "lone-node"], help="one of the tables, or a part of one"
+    )
     parser.add_argument("--history", type=int, nargs="+", default=[10, 200, 5000], help="deltas, for `idle`")
+    parser.add_argument("--scale", nargs="+", default=["20x100"], metavar="NODESxROUNDS")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 16, 64])
-    parser.add_argument("--megabytes", type=int, default=48, help="size of the model, for `nodes` and `stall`")
+    parser.add_argument("--megabytes", type=int, default=48, help="size of the model, for `nodes` and later")
+    parser.add_argument("--codec", default="fp32", help="for `lone-node`")
     parser.add_argument("--rounds", type=int, default=3, help="for `nodes`")
-    parser.add_argument("--boundaries", type=int, default=15, help="for `stall`")
+    parser.add_argument("--boundaries", type=int, default=15, help="for `memory` and `stall`")
     parser.add_argument("--folder", help="where to write; the folder for temporary files unless given")
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, to see that it runs")
     parser.add_argument("--json", action="store_true", help="a line for a program each")
@@ -357,6 +535,8 @@ def main() -> None:
         args = parser.parse_args()
     if args.only == "master":
         print(json.dumps(master(args)))
+    elif args.only == "lone-node":
+        print(json.dumps(lone_node(args)))
     elif args.only == "deltas":
         deltas(args)
     else:

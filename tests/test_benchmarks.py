@@ -60,6 +60,14 @@ def test_rounds_of_many_nodes_are_measured() -> None:
 
 
 @pytest.mark.slow
+def test_the_memory_of_a_node_without_its_master_is_measured() -> None:
+    found = records("diloco.py", "--only", "memory", "--quick")
+    assert [record["codec"] for record in found] == ["fp32", "bf16"]
+    for record in found:
+        assert 4.0 < record["boundary"] < record["last"], "the last boundary is not skipped"
+
+
+@pytest.mark.slow
 def test_stalls_are_measured() -> None:
     (record,) = records("diloco.py", "--only", "stall", "--quick")
     assert len(record["boundary"]) == len(record["copy"]) == len(record["install"]) == 3

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.distributed import DumbDiLoCoCoordinator
+from speedtronic.distributed import DumbDiLoCoCoordinator, node
 from speedtronic.distributed.delta import DeltaHeader, read_header
 from speedtronic.distributed.master import per_step
 from speedtronic.distributed.outer import MasterOuterLoop
@@ -74,6 +74,12 @@ def data(monkeypatch: pytest.MonkeyPatch) -> Numbered:
 @pytest.fixture(autouse=True)
 def line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_factories", {**registry._factories, "line": Line})
+
+
+@pytest.fixture
+def many_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose master never works sends a delta at each boundary all the same."""
+    monkeypatch.setattr(node, "MAX_PENDING", 8)
 
 
 def config_of(folder: Path, **distributed: Any) -> dict[str, Any]:
@@ -268,6 +274,7 @@ def test_nodes_that_read_the_same_data_are_warned(tmp_path: Path, data: Numbered
 # ---------------------------------------------------------------- runs that end too early
 
 
+@pytest.mark.usefixtures("many_pending")
 def test_a_killed_node_trains_and_sends_no_step_twice(
     tmp_path: Path, data: Numbered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +316,7 @@ def test_a_killed_node_without_a_checkpoint_continues_after_what_it_sent(
     assert sum(header.steps for header in deltas_of(tmp_path)) == 12
 
 
+@pytest.mark.usefixtures("many_pending")
 def test_a_node_that_lost_its_disk_learns_from_the_store_how_far_it_was(
     tmp_path: Path, data: Numbered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +338,7 @@ def test_a_node_that_lost_its_disk_learns_from_the_store_how_far_it_was(
     assert [header.position.step for header in deltas_of(tmp_path)] == [8, 10, 12]
 
 
+@pytest.mark.usefixtures("many_pending")
 def test_a_signal_ends_a_node_with_nothing_unsent_and_it_resumes(
     tmp_path: Path, data: Numbered, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -405,6 +405,67 @@ def test_no_boundary_waits_for_an_upload_that_hangs(world: World) -> None:
     assert world.steps_in_deltas() == 8, "the second delta holds what the skipped ones would have"
 
 
+def test_an_upload_that_hangs_keeps_no_version_away(world: World) -> None:
+    master = master_of(world.memory)
+    master.sync_once()
+    closed = Closed(world.memory)
+    closed.opened.set()
+
+    class Half:
+        """Only what is created can be made to wait."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(closed if name == "put_if_absent" else world.memory, name)
+
+    run = world.node(store=Half(), poll_interval=1e-3).start()
+    closed.opened.clear()
+    closed.asked.clear()
+    other = world.node(node_id="bob", state_dir="bob").start()
+    run.train(2)
+    assert closed.asked.wait(SOON)
+    other.train(2)
+    other.log.wait_for_event("delta_uploaded")
+    assert master.sync_once() == 1
+    run.train_until(lambda: run.coordinator.outer_step == 1)
+    assert run.coordinator.state_dict() is not None
+    assert world.memory.seen.keys() == {name for name in world.memory.seen if name.startswith("in/bob/")}
+    closed.opened.set()
+    run.log.wait_for_event("delta_uploaded")
+
+
+def test_weights_that_are_not_finite_are_replaced_and_the_next_delta_is_admitted(world: World) -> None:
+    master = master_of(world.memory)
+    master.sync_once()
+    run = world.node().start()  # which looks at the store when it is woken
+    with torch.no_grad():
+        run.model.get_parameter("weight").fill_(torch.nan)
+    run.train(2)
+    run.log.wait_for_word("not finite", "WARNING")
+    assert not run.coordinator.reset_inner_optimizer
+    run.train_until(lambda: run.coordinator.last_global_step > 0)
+    assert run.coordinator.reset_inner_optimizer, "its moments are not finite either"
+    adopted_at = run.step
+    run.train(2)
+    run.log.wait_for_event("delta_uploaded")
+    assert master.sync_once() == 1
+    assert run.coordinator.refresh()
+    assert not run.coordinator.reset_inner_optimizer
+    assert run.weight == [run.step - adopted_at] * 2
+    assert master.snapshot()["weight"][0].item() in {1.0, 2.0}
+
+
+def test_a_master_beside_a_node_makes_no_version_in_the_empty_folder_of_a_mount(world: World) -> None:
+    run = world.node(role="master").start()
+    run.train(2)
+    run.coordinator.stop()
+    bare = MemoryStore("test")  # under the same address
+    again = world.node(role="master", store=bare, log=Listening(), start_wait=0.1)
+    again.coordinator.start()
+    again.log.wait_for_word("is the folder mounted", "WARNING")
+    again.coordinator.stop()
+    assert bare.list_after("").entries == ()
+
+
 def test_a_stop_keeps_its_timeout_and_the_rest_is_sent_at_the_next_start(world: World) -> None:
     master = master_of(world.memory)
     master.sync_once()

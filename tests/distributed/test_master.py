@@ -927,7 +927,7 @@ def test_two_masters_make_one_linear_history() -> None:
         if names(store, "head/"):
             version = head_of(store).version
             if choices.random() < 0.2 and len(names(store, "in/")) < 4:
-                node, value = choices.choice("ab"), choices.random()
+                node, value = choices.choice("ab"), 0.5 + choices.random()
                 count[node] += 1
                 sent[send(store, node, count[node], [value] * 3, base_version=version).name] = value, version
         which = choices.randrange(2)

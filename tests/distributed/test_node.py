@@ -21,7 +21,7 @@ from speedtronic.distributed.records import Position
 from speedtronic.distributed.requests import Get, Procedure, Put, answer
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
 from speedtronic.distributed.stores.memory import MemoryStore
-from speedtronic.errors import StoreContentError, StoreUnavailableError
+from speedtronic.errors import StoreContentError, StoreRefusedError, StoreUnavailableError
 from tests.support.nodes import (
     FULL_DISK,
     NEW,
@@ -205,6 +205,20 @@ def test_lost_acknowledgements_send_the_same_bytes_under_the_same_name(lost: int
     assert [payload["error"] for payload in process.payloads("delta_upload_failed")] == ["no answer"] * lost
     assert process.run(process.node.upload())
     assert master.apply_deltas() == 1
+
+
+def test_a_refused_upload_is_raised_so_that_its_thread_waits_longer_and_longer() -> None:
+    _, _, process = started()
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    upload = process.node.upload()
+    next(upload)
+    upload.send(process.files.read(SPOOL))
+    with pytest.raises(StoreRefusedError, match="403"):
+        upload.throw(StoreRefusedError("403"))
+    assert [payload["error"] for payload in process.payloads("delta_upload_failed")] == ["403"]
+    assert process.run(process.node.upload())
 
 
 def test_without_a_master_boundaries_are_skipped_after_some_deltas_and_nothing_is_lost() -> None:
@@ -636,6 +650,25 @@ def test_memory_that_a_checkpoint_was_given_is_not_used_again() -> None:
                 process.receive()
             assert process.train_and_send() == "queued"
         assert torch.equal(state["base"]["done"], before)
+
+
+def test_without_a_master_a_node_holds_its_base_and_the_pending_deltas() -> None:
+    _, master, process = started()
+    copies = []
+    for _ in range(MAX_PENDING + 2):
+        process.train(2)
+        if process.node.start_boundary() == "queued":
+            values = snapshot(process.model, process.node.spare(), names=process.node.exchanged)
+            copies.append(weakref.ref(values["done"]))
+            process.node.give_snapshot(values, 1.0)
+            del values
+            process.run(process.node.spool())
+            process.run(process.node.upload())
+    assert [copy() is not None for copy in copies] == [False] * (MAX_PENDING - 1) + [True]
+    assert process.node.spare() is None
+    master.apply_deltas()
+    process.receive()
+    assert process.node.spare() is not None, "the base before, for the next snapshot"
 
 
 def test_a_snapshot_that_could_not_be_spooled_is_memory_for_the_next() -> None:
@@ -1121,4 +1154,40 @@ def test_a_node_that_starts_while_the_store_is_away_does_not_take_the_folder_for
         again.run(again.node.poll())
     store.away = False
     again.receive()
+    assert again.values == each_once(2)
+
+
+def test_a_node_learns_the_identity_of_an_older_store_as_soon_as_it_has_one() -> None:
+    store = Mount()
+    master = AddingMaster(store, anonymous=True)
+    process = NodeProcess(store, MemoryFiles(), 1)
+    process.receive()
+    assert process.train_and_send(2) == "queued"
+    assert process.node.store is None
+    master.give_identity()
+    process.receive()
+    assert process.node.store == master.identity
+    process.train_and_send(2)
+    ledger = Ledger.from_bytes(process.files.contents[LEDGER])
+    assert ledger is not None
+    assert ledger.store == master.identity
+    store.away = True
+    again = NodeProcess(store, process.files, 2)
+    with pytest.raises(StoreUnavailableError, match="is the folder mounted"):
+        again.run(again.node.poll())
+
+
+def test_a_restart_learns_the_identity_that_the_store_was_given_meanwhile() -> None:
+    store = MemoryStore()
+    master = AddingMaster(store, anonymous=True)
+    process = NodeProcess(store, MemoryFiles(), 1)
+    process.receive()
+    process.train_and_send(2)
+    master.give_identity()
+    again = NodeProcess(store, process.files, 2, process.checkpoint())
+    again.receive()
+    assert again.node.store == master.identity
+    ledger = Ledger.from_bytes(process.files.contents[LEDGER])
+    assert ledger is not None
+    assert (ledger.store, ledger.last("n")) == (master.identity, DeltaId("n", session(1), 1))
     assert again.values == each_once(2)

@@ -297,6 +297,19 @@ def test_the_spooled_delta_of_a_lost_disk_goes_into_the_next_delta() -> None:
     assert again.values == learned(master) == each_once(6)
 
 
+def test_an_upload_of_a_lost_disk_that_takes_effect_late_does_not_enter() -> None:
+    store, master, process = started()
+    process.train_and_send(2)
+    process.train(2)
+    process.boundary()
+    process.run(process.node.spool())
+    again = NodeProcess(store, MemoryFiles(), 2, process.checkpoint())
+    finish(again, master, 6)
+    store.put_if_absent(delta_name(session(1), 2), process.files.contents[SPOOL])
+    assert master.apply_deltas() == 0
+    assert learned(master) == each_once(6)
+
+
 def test_the_spooled_delta_of_a_lost_disk_is_sent_at_the_end_of_training_and_not_again() -> None:
     store, master, process = started()
     process.train(2)

@@ -200,13 +200,11 @@ class Failing(Watched):
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error: Exception | None = error
-        self.asked = threading.Event()
 
-    def list_after(self, prefix: str, marker: str = "", **options: Any) -> Any:
+    def get(self, name: str, **options: Any) -> bytes | None:
         if self.error is not None:
-            self.asked.set()
             raise self.error
-        return super().list_after(prefix, marker, **options)
+        return super().get(name, **options)
 
 
 @pytest.mark.parametrize(

@@ -231,18 +231,38 @@ def through_a_checkpoint(state: Any) -> Any:
 
 class AddingMaster:
     """Publishes versions in which each new delta is taken from the weights, whole: a number is -1 where its step is in
-    them once."""
+    them once.
 
-    def __init__(self, store: Store, model: nn.Module | None = None, codec: str = "fp32", nonce: str = "m") -> None:
+    Args:
+        anonymous: whether the store has no identity yet, as one of protocol 1.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        model: nn.Module | None = None,
+        codec: str = "fp32",
+        nonce: str = "m",
+        *,
+        anonymous: bool = False,
+    ) -> None:
         self.store = store
         self.nonce = nonce
         self.schema = Schema.of(model or Counter())
         self.codec = make_codec(codec)
-        self.identity = perform(create_identity(hashlib.sha256(nonce.encode()).hexdigest()[:32]), store)
+        self.identity = None if anonymous else self._identify()
         head = perform(find_head(None), store)
         if head is None:
             head = self._publish(None, snapshot(model or Counter()), {})
         self.head = head
+
+    def _identify(self) -> str:
+        return perform(create_identity(hashlib.sha256(self.nonce.encode()).hexdigest()[:32]), self.store)
+
+    def give_identity(self) -> None:
+        """As the next master does that finds none."""
+        self.identity = self._identify()
+        self.publish()
 
     @property
     def weights(self) -> Tensors:

@@ -604,14 +604,15 @@ class DistributedConfig(Section):
     )
     async_global_poll: bool = Field(default=True, description="Look for new global weights in the background.")
     expected_nodes: Count | None = Field(
-        default=None, description="Nodes that take part. Null: those seen in the last five rounds."
+        default=None,
+        description="Nodes that take part, for the first five versions; then those of the last five rounds count.",
     )
     quorum: Count | None = Field(
-        default=None, description="Nodes whose deltas start a round. Null: half the expected nodes."
+        default=None, description="Nodes whose deltas start a round. Null: half of those that take part."
     )
     grace: NonNegativeFloat | None = Field(
         default=None,
-        description="Seconds after which a round starts without quorum. Null: a round of the fastest node.",
+        description="Seconds after which a round starts without quorum. Null: the median of a node's round.",
     )
     max_staleness: NonNegativeFloat | None = Field(
         default=None,

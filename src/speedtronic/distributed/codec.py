@@ -22,12 +22,13 @@ class Encoded(NamedTuple):
 
     Attributes:
         tensors: what is sent.
-        decoded: what the receiver decodes. May share memory with `tensors` or with the pseudo-gradient.
+        decoded: what the receiver decodes. May share memory with `tensors` or with the pseudo-gradient, or be made of
+            `tensors` when it is asked for.
         residual: what was lost; None if nothing was.
     """
 
     tensors: Tensors
-    decoded: Tensors
+    decoded: Mapping[str, Tensor]
     residual: Tensors | None
 
 
@@ -61,7 +62,7 @@ class Fp32Codec:
     name = "fp32"
 
     def encode(self, delta: Tensors, residual: Tensors | None) -> Encoded:
-        total = _sum(delta, residual)
+        total = dict(_sums(delta, residual))
         return Encoded(total, total, None)
 
     def decode(self, encoded: Mapping[str, Tensor], schema: Schema) -> Mapping[str, Tensor]:
@@ -78,12 +79,12 @@ class Bf16Codec:
 
     def encode(self, delta: Tensors, residual: Tensors | None) -> Encoded:
         encoded: Tensors = {}
-        decoded: Tensors = {}
         lost: Tensors = {}
-        for name, total in _sum(delta, residual).items():
+        dtypes = {name: tensor.dtype for name, tensor in delta.items()}
+        decoded = _Decoded(encoded, lambda name, sent: _widened(sent, dtypes[name].is_complex))
+        for name, total in _sums(delta, residual):  # one at a time: only what is kept takes memory
             real = torch.view_as_real(total) if total.is_complex() else total
             encoded[name] = real.to(torch.bfloat16)
-            decoded[name] = _widened(encoded[name], total.is_complex())
             lost[name] = total - decoded[name]
         return Encoded(encoded, decoded, lost)
 
@@ -117,6 +118,9 @@ class _Decoded(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._decode(name, self._encoded[name])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._encoded
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._encoded)
 
@@ -124,11 +128,11 @@ class _Decoded(Mapping[str, Tensor]):
         return len(self._encoded)
 
 
-def _sum(delta: Tensors, residual: Tensors | None) -> Tensors:
-    if residual is None:
-        return delta
-    check_same(delta, residual)
-    return {name: tensor + residual[name] for name, tensor in delta.items()}
+def _sums(delta: Tensors, residual: Tensors | None) -> Iterator[tuple[str, Tensor]]:
+    if residual is not None:
+        check_same(delta, residual)
+    for name, tensor in delta.items():
+        yield name, tensor if residual is None else tensor + residual[name]
 
 
 def _widened(sent: Tensor, is_complex: bool) -> Tensor:

@@ -253,6 +253,7 @@ def build_master(
     say: EventSink,
     *,
     stopping: threading.Event | None = None,
+    store_id: str | None = None,
 ) -> MasterOuterLoop:
     """The master of a configuration.
 
@@ -261,10 +262,12 @@ def build_master(
         store: as `connect` gives it.
         model: its values become version 0 if the store is empty.
         say: receives events and log messages; see `say_through`.
-        stopping: see `MasterOuterLoop`.
+        stopping, store_id: see `MasterOuterLoop`.
     """
     settings: dict[str, Any] = {setting.name: getattr(config, setting.name) for setting in fields(MasterSettings)}
-    return MasterOuterLoop(store, snapshot(model), schema=Schema.of(model), say=say, stopping=stopping, **settings)
+    return MasterOuterLoop(
+        store, snapshot(model), schema=Schema.of(model), say=say, stopping=stopping, store_id=store_id, **settings
+    )
 
 
 def say_through(logger: MetricLogger) -> EventSink:
@@ -356,7 +359,9 @@ class _Session:
 
         # The master first, so that a new store has a version when this node looks.
         if config.role != "worker":
-            loop = build_master(config, self._store, self._model, self._say, stopping=self._stopping)
+            loop = build_master(
+                config, self._store, self._model, self._say, stopping=self._stopping, store_id=self.node.store
+            )
             self._master = _LocalMaster(loop, self._say, on_version=self._wake_poll_thread)
             self._master.thread = self._start_thread("master", self._master.work)
             self._master.look_once_more(wait)

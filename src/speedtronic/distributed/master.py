@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from speedtronic.distributed.codec import make_codec
@@ -39,7 +37,6 @@ from speedtronic.distributed.marks import (
     Settled,
     most_tokens,
     recent_marks,
-    rounded,
     seconds_of_a_delta,
     usual_norm,
 )
@@ -68,8 +65,9 @@ from speedtronic.distributed.protocol import (
     read_manifest,
     weights_name,
 )
-from speedtronic.distributed.records import Blob, NodeMark, Outer, seconds_of
+from speedtronic.distributed.records import Blob, Outer, seconds_of
 from speedtronic.distributed.requests import Delete, EventSink, Get, Procedure
+from speedtronic.distributed.rounds import Round, per_step
 from speedtronic.distributed.schema import Schema, Tensors, TensorType
 from speedtronic.distributed.stores.base import Entry
 from speedtronic.errors import StoreContentError, StoreError
@@ -80,7 +78,6 @@ LONG_WAIT = 10  # looks, after which a warning says that a synchronous round is 
 _MOST_REMEMBERED = 4096  # versions
 _MOST_REFUSED = 65_536  # sessions that nothing opened, whose refusals are remembered
 _MOST_IN_A_VERSION = 1024  # deltas; the rest waits for the next version, so that a manifest stays small enough to read
-_LARGEST_STEP = 2.0**40  # tokens of one inner step
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ class OuterOptimizer(Protocol):
         """
 
 
-# --- Rules: which nodes take part, when a round starts, how much a delta weighs
+# --- Rules: which nodes take part, and when a round starts
 
 
 def expected_nodes(head: Manifest, present: Iterable[str], settings: MasterSettings) -> int:
@@ -212,20 +209,6 @@ def grace(head: Manifest, settings: MasterSettings) -> float | None:
         return settings.grace
     usual = seconds_of_a_delta(recent_marks(head).values(), settings.inner_steps)
     return settings.poll_interval if usual is None else usual
-
-
-def per_step(header: DeltaHeader) -> float:
-    """n of a delta: the tokens, of data without them the samples, of one inner step.
-
-    The number of inner steps is not part of the weight: a delta grows with it by itself. A header's claim is bounded,
-    so that a weighted sum cannot leave float32.
-    """
-    return rounded(min(max(1.0, (header.tokens or header.samples) / header.steps), _LARGEST_STEP))
-
-
-def staleness_weight(rounds: float) -> float:
-    """What is left of a delta's weight at this age: (1 + r)^(-1/2)."""
-    return float((1.0 + rounds) ** -0.5)
 
 
 # --- Publication
@@ -323,99 +306,6 @@ class _Fetched(NamedTuple):
     garbage: tuple[str, ...] = ()
 
 
-@dataclass
-class _Round:
-    """A round as it is put together: one running sum, whatever the number of deltas.
-
-    Attributes:
-        head: the version on which it builds.
-        marks: of the nodes, as far as they have moved.
-        most_tokens: the most tokens of an inner step that count.
-        recent: marks of the nodes in the last rounds.
-        sum: of w·Δ, and of w·(b - B) for averaged buffers.
-        weights_of: by node, the w of each of its deltas, in units of `unit`.
-        newest: the buffers that are taken from the newest delta, and in `newest_base` the version it is based on.
-        unit: n of the first delta. While all are equal, every weight is exactly 1.
-        per_step: n by node.
-        settled: what was processed, in this order.
-        garbage: by delta, names of objects that nobody needs.
-    """
-
-    head: Manifest
-    marks: Marks
-    most_tokens: float = math.inf
-    recent: dict[str, NodeMark] = field(default_factory=dict)
-    sum: Tensors = field(default_factory=dict)
-    newest: Tensors = field(default_factory=dict)
-    newest_base: int = -1
-    weights_of: dict[str, list[float]] = field(default_factory=dict)
-    unit: float | None = None
-    per_step: dict[str, float] = field(default_factory=dict)
-    settled: list[Settled] = field(default_factory=list)
-    garbage: dict[DeltaId, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def applied(self) -> list[DeltaId]:
-        """The deltas that entered."""
-        return [one.delta for one in self.settled if one.reason is None]
-
-    def settle(self, one: Settled) -> None:
-        self.settled.append(one)
-        self.marks.settle(one)
-
-    def tokens(self, header: DeltaHeader) -> float:
-        """n of a delta, as far as it is believed."""
-        return min(per_step(header), self.most_tokens)
-
-    def add(self, delta: Delta, age: float, scale: float, schema: Schema, weights: Tensors) -> None:
-        """Add up a delta of an age in rounds, scaled. `weights` are those of the head."""
-        header = delta.header
-        # w = n · (1 + r)^(-1/2), with n in units of the first delta's n, so that equal nodes weigh exactly 1.
-        n = self.tokens(header)
-        self.unit = self.unit or n
-        self.per_step[header.node] = n
-        weight = n / self.unit * staleness_weight(age)
-        self.weights_of.setdefault(header.node, []).append(weight)
-
-        for name in schema.names("trained"):
-            self._add(name, delta.tensors[name], weight * scale)
-        for name in schema.names("average"):
-            # What the buffer changed by. Zero where it is equal, also for the infinite values of a mask.
-            local, value = delta.buffers[name], weights[name]
-            self._add(name, (local - value).masked_fill_(local == value, 0.0), weight)
-        # Integer buffers cannot be averaged: the delta with the newest base gives them.
-        if header.base_version >= self.newest_base:
-            self.newest_base = header.base_version
-            self.newest = {name: delta.buffers[name].clone() for name in schema.names("newest")}
-
-    def _add(self, name: str, value: Tensor, weight: float) -> None:
-        if name not in self.sum:
-            self.sum[name] = torch.zeros_like(value)
-        self.sum[name].add_(value, alpha=weight)
-
-    @property
-    def weight(self) -> float:
-        """The sum of w over nodes. Deltas of one node follow each other: together they are one larger one."""
-        return sum(statistics.fmean(weights) for weights in self.weights_of.values())
-
-    def mean(self, schema: Schema) -> Tensors:
-        """The weighted means, in the memory of the sums: of deltas over nodes, of buffers over all that was sent."""
-        # Deltas of one node add up to one larger step, so Δ is divided by a weight per node. Buffers are values, not
-        # steps, so they are divided by a weight per delta.
-        sent = sum(sum(weights) for weights in self.weights_of.values())
-        averages = set(schema.names("average"))
-        return {name: total.div_(sent if name in averages else self.weight) for name, total in self.sum.items()}
-
-    def fraction(self, settings: MasterSettings) -> float:
-        """f: the weight of this round, as a fraction of a whole one's: all nodes, each with the median n, at r = 0."""
-        if self.unit is None:
-            return 0.0
-        # The nodes of this round tell their n themselves; of absent ones the last mark tells it.
-        known = {node: mark.tokens_per_step for node, mark in self.recent.items()} | self.per_step
-        weight = self.weight * (self.unit / statistics.median(known.values()))
-        return min(1.0, weight / expected_nodes(self.head, self.per_step, settings))
-
-
 def _delete(names: Iterable[str]) -> Procedure[None]:
     for name in names:
         yield from Delete(name)
@@ -480,6 +370,7 @@ class Master:
         self._warned_at: int | None = None  # the version at which a warning said that the round is incomplete
         self._differs_since: float | None = None  # rounds since when more or fewer nodes take part than expected
         self._clipped: set[str] = set()  # nodes of which a delta was scaled down
+        self._beyond: set[str] = set()  # nodes whose last delta had a norm to be refused
         self._reported: set[type[StoreError]] = set()  # errors of deletions that were reported
 
     @property
@@ -745,8 +636,8 @@ class Master:
             )
         return False
 
-    def _begin(self, head: Manifest, candidates: Iterable[_Candidate]) -> Procedure[_Round]:
-        round_ = _Round(head, self._marks(head), recent=recent_marks(head))
+    def _begin(self, head: Manifest, candidates: Iterable[_Candidate]) -> Procedure[Round]:
+        round_ = Round(head, self._marks(head), recent=recent_marks(head))
         claims = [mark.tokens_per_step for mark in round_.recent.values() if mark.tokens_per_step > 0]
         if not claims:
             # Nothing is known of any node. What they claim is read first, so that none carries the round by its claim.
@@ -762,9 +653,9 @@ class Master:
     def _marks(self, head: Manifest) -> Marks:
         return Marks(head, self._refused, seconds_of(self._now()))
 
-    def _refusals_alone(self, round_: _Round) -> _Round:
+    def _refusals_alone(self, round_: Round) -> Round:
         """A round of the refusals that come before any delta that entered."""
-        alone = _Round(round_.head, self._marks(round_.head))
+        alone = Round(round_.head, self._marks(round_.head))
         entered: set[SessionKey] = set()
         for one in round_.settled:
             session = one.delta.node, one.delta.session
@@ -774,7 +665,7 @@ class Master:
                 alone.settle(one)
         return alone
 
-    def _process(self, candidate: _Candidate, round_: _Round) -> Procedure[None]:
+    def _process(self, candidate: _Candidate, round_: Round) -> Procedure[None]:
         """Let a delta enter the round, or refuse it, if all before it in its session are processed."""
         delta = candidate.delta
         if not round_.marks.is_next(delta):
@@ -796,7 +687,7 @@ class Master:
         if settled.reason is not None:
             self._log("WARNING", f"refused {candidate.delta.name}: {settled.reason}")
 
-    def _judge(self, delta: Delta, size: int, round_: _Round) -> Procedure[Settled]:
+    def _judge(self, delta: Delta, size: int, round_: Round) -> Procedure[Settled]:
         """Let a sound delta enter, unless its base, its session or its norm do not suit the head."""
         head, header = round_.head, delta.header
 
@@ -819,8 +710,12 @@ class Master:
         # A node that diverges moves the others only so far.
         length, usual = norm(delta.tensors), usual_norm(round_.recent.values(), header.steps)
         scale = 1.0
+        self._beyond.discard(header.node)
         if usual is not None and length > REFUSED * usual:
-            return refused(f"its norm is {length:.3g}, more than {REFUSED:g} times the usual {usual:.3g}")
+            self._beyond.add(header.node)
+            # Where most nodes do so, what is usual has changed: a finished run goes on with a new learning rate.
+            if 2 * len(self._beyond) <= len(round_.recent.keys() | self._beyond):
+                return refused(f"its norm is {length:.3g}, more than {REFUSED:g} times the usual {usual:.3g}")
         if usual is not None and length > CLIPPED * usual:
             scale = CLIPPED * usual / length
             if header.node not in self._clipped:
@@ -881,10 +776,10 @@ class Master:
         reason = torn or "missing, although a later one of its session is there"
         return _Fetched(Refusal(reason, damaged=True), 0)
 
-    def _publish(self, round_: _Round, waiting: Collection[str]) -> Procedure[Manifest | None]:
+    def _publish(self, round_: Round, waiting: Collection[str]) -> Procedure[Manifest | None]:
         """Make a version of a round; None if another master made that version. `waiting` are nodes with deltas."""
         head = round_.head
-        fraction = round_.fraction(self._settings)
+        fraction = round_.fraction(expected_nodes(head, round_.per_step, self._settings))
         version, nonce = head.version + 1, self._nonce()
         weights, momentum, outer = head.weights, head.momentum, head.outer
         self._head = None  # until the commit is known, weights and momentum belong to no version

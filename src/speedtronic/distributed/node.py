@@ -9,8 +9,8 @@ In copies of the trained parameters, a node holds: its base; one per delta that 
 most `MAX_PENDING` of them; a snapshot from a boundary to its commit, when it becomes the base; the base before, as
 memory for the next snapshot, since a copy into fresh memory takes several times as long; a version (with buffers and
 frozen weights) from its download to its installation; the residual of a lossy codec. While a delta is spooled its bytes
-come on top; while one is uploaded they are read again from the disk. So without a master the peak is five copies, and
-six in the last boundary of a run.
+come on top; while one is uploaded they are read again from the disk. So without a master the peak is five copies, three
+between two boundaries, and six in the last boundary of a run.
 
 What a lossy codec still owes (the residual) is part of the commit of a delta. It has two files in turn, and is written
 before the spool that names it: a crash between the two leaves the file that the spool or the ledger before names.
@@ -52,7 +52,7 @@ from speedtronic.distributed.protocol import (
 from speedtronic.distributed.records import NodeMark, Position, session_name, session_number
 from speedtronic.distributed.requests import EventSink, Get, Procedure, ReadFile, RemoveFile, WriteFile
 from speedtronic.distributed.schema import Schema, Tensors, TensorType
-from speedtronic.errors import CheckpointError, StoreContentError, StoreError
+from speedtronic.errors import CheckpointError, StoreContentError, StoreError, StoreRefusedError
 
 MAX_PENDING = 2
 """With so many deltas in no version yet, boundaries are skipped: memory and store stay bounded without a master."""
@@ -97,11 +97,14 @@ class _Snapshot(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A committed delta that is in no version yet, as the master decodes it; `trained` is the work that it holds."""
+    """A committed delta that is in no version yet, as the master decodes it; `trained` is the work that it holds.
+
+    A tensor of `delta` may be decoded each time that it is asked for: only the encoded one takes memory then.
+    """
 
     id: DeltaId
     trained: Position
-    delta: Tensors
+    delta: Mapping[str, Tensor]
 
 
 class _Spooled(NamedTuple):
@@ -717,6 +720,8 @@ class Node:
         """The snapshot becomes the base, and its delta is pending."""
         self._set_base(snapshot.values, own=snapshot.values)
         self._pending = (*self._pending, pending)
+        if len(self._pending) >= MAX_PENDING:
+            self._spare = None  # until a version comes there is no snapshot to fill it
         self._began = snapshot.position
         self._covered, self._last = snapshot.position, pending.id
 
@@ -730,6 +735,9 @@ class Node:
         """Send the delta in the spool, the very same bytes, until the store has them. True if it was sent.
 
         A delta from before a restart is sent after the first look, which tells whether this is still the same store.
+
+        Raises:
+            StoreRefusedError: the store will most likely refuse it again.
         """
         spooled = self._spooled
         if spooled is None or not self._looked:
@@ -758,6 +766,8 @@ class Node:
         except (StoreError, OSError) as error:
             payload = {"seq": spooled.id.seq, "session": spooled.id.session, "error": str(error)}
             self._say("delta_upload_failed", payload)
+            if isinstance(error, StoreRefusedError):
+                raise
             return False
         self._acknowledge(spooled)
         return True
@@ -866,7 +876,8 @@ class Node:
             pending = {pending.id for pending in self._pending}
             lost = frozenset(id for id in pending - earlier.outstanding if not manifest.has_processed(id))
             reached = {session: seq for session, seq in earlier.last_seq.items() if seq}
-            ends = [DeltaId(self.node, *end) for end in reached.items()] + ([] if committed is None else [committed])
+            # What the store has not, may still come, too late: the next session says that the one before ends here.
+            ends = [DeltaId(self.node, *end) for end in reached.items()]
             committed = max(ends, key=lambda end: (session_number(end.session), end.seq), default=None)
             adopted = {session: seq for session, seq in reached.items() if session not in sessions}
             if adopted:
@@ -975,7 +986,7 @@ class Node:
                     self._apply(first_look, [p for p in pending if p.id in lost], manifest.nodes.get(self.node))
                 return
 
-    def _without(self, weights: Mapping[str, Tensor], deltas: Collection[Tensors]) -> Tensors:
+    def _without(self, weights: Mapping[str, Tensor], deltas: Collection[Mapping[str, Tensor]]) -> Tensors:
         """θ - Σ Δ, in the order of the deltas. One tensor at a time, so that memory holds no second copy."""
         new_base: Tensors = {}
         for name, value in weights.items():
