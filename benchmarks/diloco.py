@@ -5,10 +5,10 @@
 "idle" counts the requests of one look at a store in which nothing is new, and the bytes that come back, after so many
 deltas of one node, each a version: by a node and by a master, in memory and in a folder. The first look of a new node
 and of a new master stand beside them. "scale" lets so many nodes make so many versions in virtual time, without
-training: each sends a delta a round, and restarts every 25 rounds. It shows how large manifests become, and what a look
-and a new version cost. "nodes" times a master's round of so many deltas in a folder, and takes the peak
-of its memory in a process of its own, above what that process has before it holds a model, in copies of the model.
-"memory" is the peak of a node whose master is gone, likewise in a process of its own: at boundaries, then with a
+training: a fifth of them sends a delta for each version, and each restarts after five. It shows how large manifests
+become, and what a look and a new version cost. "nodes" times a master's round of so many deltas in a folder, and takes
+the peak of its memory in a process of its own, above what that process has before it holds a model, in copies of the
+model. "memory" is the peak of a node whose master is gone, likewise in a process of its own: at boundaries, then with a
 checkpoint whose tensors are copied in memory after each (the node's part of it), and at the last boundary of a run.
 "stall" is how long the training thread stands still at a boundary, as a share of one copy of the weights; the two
 alternate (A B A B …), and the figure is the median of the ratios.
@@ -157,9 +157,9 @@ def make_node(model: nn.Module, name: str, codec: Codec | None = None) -> Node:
     )
 
 
-def make_master(model: nn.Module, nonce: str, *, expected_nodes: int) -> Master:
+def make_master(model: nn.Module, nonce: str, *, expected_nodes: int, quorum: int | None = None) -> Master:
     numbers = iter(range(10**9))
-    settings = MasterSettings(expected_nodes=expected_nodes, quorum=expected_nodes)
+    settings = MasterSettings(expected_nodes=expected_nodes, quorum=quorum or expected_nodes)
     return Master(
         Schema.of(model),
         snapshot(model),
@@ -207,7 +207,8 @@ def idle_table(records: list[Record]) -> Iterator[str]:
 
 # ---------------------------------------------------------------------- many nodes, many rounds
 
-RESTART_EVERY = 25  # rounds
+RESTART_EVERY = 5  # deltas
+IN_A_VERSION = 5  # a version is made of the fifth part of the nodes, in turn
 RECENT = 100  # versions, over which figures are taken
 
 
@@ -222,7 +223,7 @@ class Sender:
 
     def send(self, store: Store, version: int) -> None:
         session = session_name(self._number, f"{self._index:08x}")
-        if (version + self._index) % RESTART_EVERY == 0 and self._seq:
+        if self._seq == RESTART_EVERY:
             self._before = Predecessor(session=session, last=self._seq)
             self._number, self._seq = self._number + 1, 0
             session = session_name(self._number, f"{self._index:08x}")
@@ -248,25 +249,26 @@ class Sender:
 
 def scale(args: argparse.Namespace) -> Iterator[Record]:
     for size in args.scale:
-        nodes, rounds = map(int, size.split("x"))
-        yield {"nodes": nodes, "rounds": rounds, **at_scale(nodes, rounds)}
+        nodes, versions = map(int, size.split("x"))
+        yield {"nodes": nodes, "versions": versions, **at_scale(nodes, versions)}
 
 
-def at_scale(nodes: int, rounds: int) -> Record:
+def at_scale(nodes: int, versions: int) -> Record:
     """The sizes of the last manifests, in bytes, and what reading them costs."""
     store, model = MemoryStore(), nn.Linear(2, 2)
     traffic = Traffic(store)
-    master = make_master(model, "only", expected_nodes=nodes)
+    quorum = nodes // IN_A_VERSION
+    master = make_master(model, "only", expected_nodes=nodes, quorum=quorum)
     perform(master.poll(), store)
     schema, tensors = Schema.of(model), {name: torch.zeros_like(value) for name, value in snapshot(model).items()}
     senders = [Sender(index, schema, tensors) for index in range(nodes)]
     known = master.head
     manifests, followed, asked, seconds = [], [], [], []
-    for version in range(rounds):
-        for sender in senders:
+    for version in range(versions):
+        for sender in senders[version % IN_A_VERSION :: IN_A_VERSION]:
             sender.send(store, version)
         started = time.perf_counter()
-        assert perform(master.poll(), store) == nodes
+        assert perform(master.poll(), store) == quorum
         seconds.append(time.perf_counter() - started)
         assert master.head is not None
         manifests.append(len(master.head.to_bytes()))
@@ -292,13 +294,13 @@ def at_scale(nodes: int, rounds: int) -> Record:
 
 
 def scale_table(records: list[Record]) -> Iterator[str]:
-    yield f"nodes that send a delta a round and restart every {RESTART_EVERY} rounds; bytes without the weights"
-    yield "     nodes    rounds  manifest   largest  requests (bytes) of a new version  idle: master, node  first look"
+    yield f"nodes that restart after {RESTART_EVERY} deltas; bytes without the weights"
+    yield "     nodes  versions  manifest   largest  requests (bytes) of a new version  idle: master, node  first look"
     for record in records:
         version = f"{record['requests']:g} ({record['followed']:g})"
         looks = f"{record['idle_master']}, {record['idle_follower']}"
         yield (
-            f"  {record['nodes']:8}{record['rounds']:10}{record['manifest']:10}{record['largest']:10}"
+            f"  {record['nodes']:8}{record['versions']:10}{record['manifest']:10}{record['largest']:10}"
             f"{version:>35}{looks:>20}{record['first_look']:12}"
         )
 
@@ -520,7 +522,7 @@ def main() -> None:
         "--only", choices=[*MEASURES, "master", "deltas", "lone-node"], help="one of the tables, or a part of one"
     )
     parser.add_argument("--history", type=int, nargs="+", default=[10, 200, 5000], help="deltas, for `idle`")
-    parser.add_argument("--scale", nargs="+", default=["20x100"], metavar="NODESxROUNDS")
+    parser.add_argument("--scale", nargs="+", default=["20x100"], metavar="NODESxVERSIONS")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 16, 64])
     parser.add_argument("--megabytes", type=int, default=48, help="size of the model, for `nodes` and later")
     parser.add_argument("--codec", default="fp32", help="for `lone-node`")

@@ -525,18 +525,18 @@ class Master:
             yield from self._process(candidate, round_)
         alone = self._refusals_alone(round_)
         self._refused = dict([*alone.marks.refused.items()][-_MOST_REFUSED:])
+        # What nobody can admit is deleted at once, unless a version will cover it.
         garbage = [name for delta, names in round_.garbage.items() if not round_.marks.is_open(delta) for name in names]
+        yield from self._tidy(_delete(garbage))
 
         # Only deltas that entered make a quorum, with those that nobody has looked at yet. Without one, refusals are
         # still said to nodes whose sessions are open.
-        waiting = {delta.node: seen.get(delta.node, self._clock()) for delta in round_.applied}
-        waiting |= {candidate.delta.node: seen[candidate.delta.node] for candidate in left if candidate.waits}
+        waiting = self._since([*round_.applied, *(candidate.delta for candidate in left if candidate.waits)])
         if not round_.applied or not self._is_enough(waiting, head):
             round_ = alone
         version = None
         if round_.marks.moved:
             version = yield from self._publish(round_, waiting=seen.keys())
-        yield from self._tidy(_delete(garbage))
         if version is None:
             return 0
 
@@ -607,10 +607,15 @@ class Master:
         """Since when deltas of each node wait, by this master's clock."""
         now = self._clock()
         self._seen = {one.delta: self._seen.get(one.delta, now) for one in candidates if one.waits}
-        seen: dict[str, float] = {}
-        for delta, since in self._seen.items():
-            seen[delta.node] = min(since, seen.get(delta.node, since))
-        return seen
+        return self._since(self._seen)
+
+    def _since(self, deltas: Iterable[DeltaId]) -> dict[str, float]:
+        """By node, since when the first of some deltas waits."""
+        now = self._clock()
+        since: dict[str, float] = {}
+        for delta in deltas:
+            since[delta.node] = min(self._seen.get(delta, now), since.get(delta.node, now))
+        return since
 
     def _is_enough(self, seen: Mapping[str, float], head: Manifest) -> bool:
         """Whether the deltas of some nodes make a round, given since when they wait: a quorum, or the grace time."""
