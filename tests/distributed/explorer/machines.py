@@ -297,7 +297,12 @@ class RunningNode:
     def is_quiet(self, version: int) -> bool:
         node = self.node
         done = self.begun and self.step == self.machine.count and node.version == version
-        return done and not (node.has_snapshot or node.has_spooled or node.unsent_steps or self.pending)
+        return done and not (node.has_snapshot or node.has_spooled or node.unsent_steps or self.waits_for_versions)
+
+    @property
+    def waits_for_versions(self) -> bool:
+        """Whether it holds deltas of which it does not know what became of them."""
+        return bool(self.node._pending)
 
 
 @dataclass(slots=True)
