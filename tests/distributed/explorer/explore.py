@@ -272,7 +272,8 @@ class Exploration:
             if delta.reachable and not truth.has_dealt_with(version, name)
         ]
         others = truth.strays | truth.forged.keys()
-        waiting += [name for name in self.stage.bucket.names() if name.startswith("in/") and name not in others]
+        objects = [name for name in self.stage.bucket.names() if name.startswith("in/") and name not in others]
+        waiting += [name for name in objects if not truth.may_stay(name)]
         passed_over = self._passed_over()
         waiting = [name for name in waiting if delta_of(name) not in passed_over]
         for machine in self.nodes:

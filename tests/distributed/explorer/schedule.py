@@ -34,11 +34,13 @@ class Faults:
     failed: float = 0.0  # not done
     late: float = 0.0  # an error now, done at some time later
     doubled: float = 0.0  # done, and done again at some time later
+    arrival: float = 0.1  # of all ticks in which something is late, those in which it happens
     torn: float = 0.0  # a large object of which only the beginning arrives
     disk: float = 0.0  # a file cannot be written
     crash: float = 0.0  # a process ends
     vanish: float = 0.0  # the root of the store is away: all requests are answered by the bare folder below the mount
     sleep: float = 0.0  # a process stands still for long
+    hidden: str = ""  # a regular expression: names that listings do not show at all, until it is calm
     lag: int = 0  # ticks for which a listing may still show what was
     page: int = 1000  # entries of one page of a listing
 
@@ -94,7 +96,7 @@ class Stage:
     def __init__(self, seed: int, faults: Faults, watcher: Watcher, *, keep_trace: bool = False) -> None:
         self.choices = random.Random(seed)
         self.faults = faults
-        self.bucket = Bucket(self.choices, watcher, lag=faults.lag, page=faults.page)
+        self.bucket = Bucket(self.choices, watcher, lag=faults.lag, page=faults.page, hidden=faults.hidden)
         self.bare = Bucket(self.choices, _Nobody(), lag=0, page=faults.page)
         self.away = False
         self.misled = set[Task]()  # what acts on an answer of the bare folder
@@ -126,7 +128,7 @@ class Stage:
         self._come_back()
         while self.late:
             self._something_late()
-        self.bucket.lag = 0
+        self.bucket.lag, self.bucket.hidden = 0, ""
         for process in self.processes:
             process.wakes = 0
 
@@ -134,7 +136,7 @@ class Stage:
         """One move of one task, or one thing that comes late."""
         self.bucket.now += 1
         self._vanish_or_come_back()
-        if self.late and self.choices.random() < 0.1:
+        if self.late and self.choices.random() < self.faults.arrival:
             self._something_late()
             return
         awake = [process for process in self.processes if process.wakes <= self.now]

@@ -243,6 +243,8 @@ class Truth:
                 raise ScheduleError(f"{name}: of {node}, closed sessions are open again")
             for session in {*was["sessions"], *now["sessions"], *processed[node]}:
                 self._mark_follows(node, session, was, now, processed[node].get(session, []), name)
+            if not self.is_forged(node):
+                self._none_left_out(node, before, head, name)
             self._opened_by_admitted(node, was, processed[node], before["horizon"], head, name)
 
     def _mark_follows(
@@ -258,13 +260,20 @@ class Truth:
         end = now["sessions"][session]["seq"] if session in now["sessions"] else start + len(processed)
         if processed != list(range(start + 1, end + 1)):
             raise ScheduleError(f"{name}: {node}/{session} goes from {start} to {end} over {processed}")
-        if session in now["sessions"]:
-            return
-        if _number(session) >= now["closed_below"]:
+        if session not in now["sessions"] and _number(session) >= now["closed_below"]:
             raise ScheduleError(f"{name}: the mark of {node}/{session} is gone")
-        left = [done for done in self._of(node, session) if _session_of(done)[2] > end]
-        if left and not self.is_forged(node):
-            raise ScheduleError(f"{name}: {node}/{session} was closed before {left} was processed")
+
+    def _none_left_out(self, node: str, before: Mapping[str, Any], head: Mapping[str, Any], name: str) -> None:
+        """A session is closed when all that it has sent is processed, and that somebody still has."""
+        for one in self._deltas_of(node):
+            done = _name_of(one.header)
+            of = _session_of(done)
+            if _has_processed(head, *of) and not _has_processed(before, *of) and done not in _processed(head):
+                gap = max(
+                    (seq for *session, seq in map(_session_of, _processed(head)) if session == [*of[:2]]), default=0
+                )
+                if gap < of[2]:
+                    raise ScheduleError(f"{name}: {of[0]}/{of[1]} was closed before {done} was processed")
 
     def _opened_by_admitted(
         self,
@@ -283,11 +292,6 @@ class Truth:
             bases = [self.sent[done].header["base_version"] for done in admitted if done in self.sent]
             if not bases or bases[0] < horizon:
                 raise ScheduleError(f"{name}: {node}/{session} is opened by {admitted}, the horizon is {horizon}")
-
-    def _of(self, node: str, session: str) -> list[str]:
-        """The deltas of a session that somebody still has."""
-        stem = f"in/{node}/{session}/"
-        return sorted(name for name, delta in self.committed.items() if name.startswith(stem) and delta.reachable)
 
     def is_forged(self, node: str) -> bool:
         """Whether somebody else has sent deltas in a node's name."""
@@ -347,6 +351,12 @@ class Truth:
             return self.is_forged(node)
         is_open = session in head["nodes"].get(node, NO_NODE)["sessions"]
         return not is_open and (self.is_stale(delta, head) or delta.header["base_version"] < head["horizon"])
+
+    def may_stay(self, name: str) -> bool:
+        """Whether an object that nobody needs may stay: a late copy of a node that was forgotten, since no head says any
+        more that it has the delta; what a lost disk left torn, since nobody knows of what it is a part."""
+        delta = self.committed[delta_of(name)]
+        return not delta.reachable or delta.machine in self.forgotten
 
     def is_stale(self, delta: Committed, head: Mapping[str, Any]) -> bool:
         base = self.heads[delta.header["base_version"]]
