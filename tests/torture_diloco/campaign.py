@@ -1,4 +1,4 @@
-"""Three nodes that train together over a folder, each of them killed again and again, or none."""
+"""Three nodes that train together over a store, each of them killed again and again, or none."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from speedtronic.metrics import MetricLogger
 from speedtronic.runtime import build_initial_model
 from tests.torture_diloco import setting
 from tests.torture_diloco.lives import HarnessError, Process, fates
+from tests.torture_diloco.places import Place
 from tests.torture_diloco.setting import MASTER, NODES, Size
 
 _TICK = 0.05  # seconds
@@ -59,20 +60,21 @@ class Together:
         text: what is trained on.
         size: how much.
         seed: of the model, the data and all that is random about the kills.
+        place: where its store lies.
         every: mean number of steps that a life trains; None: nobody is killed.
     """
 
-    def __init__(self, folder: Path, text: Path, size: Size, seed: int, *, every: float | None) -> None:
+    def __init__(self, folder: Path, text: Path, size: Size, seed: int, place: Place, *, every: float | None) -> None:
         self._folder = folder
         self._size = size
         self._seed = seed
         self._every = every
-        self.config = setting.write(setting.together(folder, text, size, seed), folder / "config.json")
-        self._store = open_store(f"dir://{setting.store_of(folder)}")
+        self.config = setting.write(setting.together(folder, text, size, seed, place), folder / "config.json")
+        self._store = open_store(place.url, **place.options)
         self._environment = {
             "OMP_NUM_THREADS": "1",
             "TORTURE_PACE": str(size.pace),
-            "TORTURE_KEPT": str(setting.kept_of(folder)),
+            "TORTURE_KEPT": str(place.kept),
         }
         self._nodes = {name: self._node(name) for name in NODES}
         averaging = ["diloco", "master", str(self.config), f"run.output_dir={folder / 'master'}"]
@@ -155,7 +157,7 @@ class Together:
 
     def _take_in_what_was_sent(self) -> None:
         until = time.monotonic() + _TAKING_IN
-        while (waiting := store_status(self._store).outstanding) and time.monotonic() < until:
+        while (waiting := store_status(self._store, now=time.time()).outstanding) and time.monotonic() < until:
             self._average()
             time.sleep(5 * _TICK)
         if waiting:

@@ -2,8 +2,7 @@
 of what the checks need.
 
 At this model's size a start takes as long as hundreds of steps, which is no machine's proportion. So a step takes at
-least `TORTURE_PACE` seconds. What the master deletes from the store is kept in the folder `TORTURE_KEPT`: all deltas,
-and the weights that everything began with.
+least `TORTURE_PACE` seconds. What is deleted from a folder store is kept in the folder `TORTURE_KEPT`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from speedtronic.distributed.stores.folder import FolderStore
 
 _PACE = float(os.environ["TORTURE_PACE"])
 _KEPT = Path(os.environ["TORTURE_KEPT"])
-_WANTED = ("in/", "w/00000000-")
 
 _stepped_at = time.monotonic()
 
@@ -38,11 +36,10 @@ class _Keeping:
         self._delete = FolderStore.delete
 
     def delete(self, store: FolderStore, name: str, **options: Any) -> None:
-        if name.startswith(_WANTED):
-            copy = _KEPT / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError, FileNotFoundError):  # deleted before
-                os.link(store.url.removeprefix("dir://") + "/" + name, copy)
+        copy = _KEPT / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError, FileNotFoundError):  # deleted before
+            os.link(store.url.removeprefix("dir://") + "/" + name, copy)
         self._delete(store, name, **options)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.torture_diloco.places import Place
+
 SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
 SUBSTITUTE_SIZE = 1_100_000  # characters
 
@@ -46,7 +48,7 @@ def text_at(given: Path | None, folder: Path) -> Path:
     return substitute
 
 
-def together(folder: Path, text: Path, size: Size, seed: int) -> dict[str, Any]:
+def together(folder: Path, text: Path, size: Size, seed: int, place: Place) -> dict[str, Any]:
     """The configuration that all nodes share; each adds its name, its role and its folder."""
     common = _training(text, size.steps, BATCH, seed)
     common["checkpoint"] = {"every_steps": size.every_steps, "keep_last": 2}
@@ -54,11 +56,12 @@ def together(folder: Path, text: Path, size: Size, seed: int) -> dict[str, Any]:
     common["distributed"] = {
         "enabled": True,
         "role": "worker",
-        "repo_id": f"dir://{store_of(folder)}",
+        "repo_id": place.url,
+        "store_options": dict(place.options),
         "state_dir": str(folder / "state"),
         "expected_nodes": len(NODES),
         "inner_steps": size.inner_steps,
-        "poll_interval": 0.05,
+        "poll_interval": place.poll_interval,
         "retry_initial": 0.2,
         "retry_max": 2.0,
     }
@@ -107,15 +110,6 @@ def _training(text: Path, steps: int, batch: int, seed: int) -> dict[str, Any]:
         "eval": {"every_steps": None, "at_end": False},
         "logging": {"every_steps": 1, "json_file": "metrics.jsonl", "progress": "off"},
     }
-
-
-def store_of(folder: Path) -> Path:
-    return folder / "store"
-
-
-def kept_of(folder: Path) -> Path:
-    """Where what is deleted from the store is kept; see `machine`."""
-    return folder / "kept"
 
 
 def write(config: Mapping[str, Any], file: Path) -> Path:

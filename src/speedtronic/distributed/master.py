@@ -432,6 +432,7 @@ class Master:
 
     def _identify(self, known: str | None) -> Procedure[None]:
         """Learn the identity of the store, and give it one if it has none: it is empty, or of protocol 1."""
+        known = known or self._store_id  # where that is not found, the store is away: it gets no other identity
         if known is None:
             fresh = hashlib.sha256(self._nonce().encode()).hexdigest()[:32]
             known = yield from create_identity(fresh)

@@ -847,6 +847,7 @@ class Node:
         # Is it still the same store?
         first = manifest if manifest.version == 0 else (yield from read_manifest(0))
         if first is None:
+            yield from check_identity(manifest.store)
             raise StoreContentError("the store has lost head/00000000.json; use a new distributed.repo_id")
         other_store = _differ(self._store, manifest.store) or _differ(self._origin, first.sha256)
         if other_store:

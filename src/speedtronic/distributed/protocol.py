@@ -376,13 +376,14 @@ def check_head(known: Manifest) -> Procedure[None]:
     """Make sure that a version is still in the store as it was.
 
     Raises:
-        StoreUnavailableError: there is no such version.
+        StoreUnavailableError: there is no such version, or this is not the store.
         StoreContentError: there is another one.
     """
     standing = yield from read_manifest(known.version, known.parent)
     if standing is None:
         raise StoreUnavailableError(f"{head_name(known.version)} is gone; is the folder mounted?")
     if standing.sha256 != known.sha256:
+        yield from check_identity(known.store)  # a folder below a mount keeps what it was given while that was away
         raise StoreContentError(
             f"{head_name(known.version)} is not what it was: the store was restored to an older state or mixed with "
             "another; use a new distributed.repo_id"

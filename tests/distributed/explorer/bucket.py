@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
@@ -34,13 +35,15 @@ class Bucket:
     Args:
         lag: for how many ticks a listing may still show a name as it was before its last change.
         page: entries of one page of a listing.
+        hidden: names that no listing shows, a regular expression.
         overwrites: the beginnings of names that a put replaces, as in a store without exclusive create.
     """
 
-    def __init__(self, choices: random.Random, watcher: Watcher, *, lag: int, page: int) -> None:
+    def __init__(self, choices: random.Random, watcher: Watcher, *, lag: int, page: int, hidden: str = "") -> None:
         self.choices = choices
         self.watcher = watcher
         self.lag = lag
+        self.hidden = hidden
         self.page = page
         self.overwrites: tuple[str, ...] = ()
         self.now = 0
@@ -68,6 +71,8 @@ class Bucket:
 
     def get(self, request: Get) -> bytes | None:
         copy = self.there(request.name)
+        if copy is not None and request.partial:
+            return copy.data[: request.limit + 1]
         if copy is None or len(copy.data) > request.limit:
             return None
         if request.size is not None and request.size != len(copy.data):
@@ -80,7 +85,10 @@ class Bucket:
         seen = [
             Entry(name, len(copy.data))
             for name in self._sorted
-            if name > marker and name.startswith(prefix) and (copy := self._as_listed(self.history[name])) is not None
+            if name > marker
+            and name.startswith(prefix)
+            and not (self.hidden and re.search(self.hidden, name))
+            and (copy := self._as_listed(self.history[name])) is not None
         ]
         return Listing(tuple(seen[: self.page]), len(seen) > self.page)
 

@@ -7,9 +7,9 @@ import gc
 import multiprocessing
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,9 +48,9 @@ class Tally:
             self.failure = other.failure
 
 
-def one(seed: int, tally: Tally) -> None:
-    """Run and judge the schedule of a seed. Whatever it raises is a finding."""
-    exploration = Exploration(Plan.of(seed))
+def one(seed: int, tally: Tally, focus: Mapping[str, Any] | None = None) -> None:
+    """Run and judge the schedule of a seed, directed by a focus if there is one. Whatever it raises is a finding."""
+    exploration = Exploration(Plan.of(seed).directed(focus or {}))
     try:
         exploration.run()
     except Exception as error:  # noqa: BLE001 - an error of any kind in the protocol's code is what is looked for
@@ -70,8 +70,9 @@ def several(seeds: range, mutant: str | None = None) -> Tally:
     with pytest.MonkeyPatch.context() as patch:
         if mutant is not None:
             MUTANTS[mutant].change(patch)
+        focus = MUTANTS[mutant].focus if mutant is not None else None
         for seed in seeds:
-            one(seed, tally)
+            one(seed, tally, focus)
             if tally.failure is not None:
                 break
     return tally
@@ -110,7 +111,8 @@ def story(seed: int, mutant: str | None = None) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if mutant is not None:
             MUTANTS[mutant].change(patch)
-        exploration = Exploration(Plan.of(seed), keep_trace=True)
+        focus = MUTANTS[mutant].focus if mutant is not None else {}
+        exploration = Exploration(Plan.of(seed).directed(focus), keep_trace=True)
         try:
             exploration.run()
             end = "all is as it should be"

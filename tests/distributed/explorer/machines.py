@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -17,13 +19,13 @@ from speedtronic.distributed.outer import outer_optimizer
 from speedtronic.distributed.protocol import DeltaId
 from speedtronic.distributed.schema import Schema, Tensors, rebase_, snapshot
 from tests.distributed.explorer.schedule import PAUSE, Process, Stage, Task, Work
-from tests.distributed.explorer.truth import LATEST, MEAN, SLOTS, ScheduleError, Span, Truth
+from tests.distributed.explorer.truth import LATEST, MEAN, SLOTS, STEP, ScheduleError, Span, Truth
 
 _LOCAL = 0.05  # what bfloat16 leaves behind, of a slot that moves by 1
 
 
 class Counting(nn.Module):
-    """A model with one slot for each unit of data. Training on a unit lowers its slot by one."""
+    """A model with one slot for each unit of data. Training on a unit lowers its slot by `STEP`."""
 
     def __init__(self, units: int, buffers: bool) -> None:
         super().__init__()
@@ -34,7 +36,7 @@ class Counting(nn.Module):
 
     @torch.no_grad()
     def train_on(self, unit: int, step: int) -> None:
-        self.get_parameter(SLOTS)[unit] -= 1.0
+        self.get_parameter(SLOTS)[unit] -= STEP
         for name, buffer in self.named_buffers():
             buffer.copy_(buffer * 0.5 + step) if name == MEAN else buffer.fill_(step)
 
@@ -75,14 +77,15 @@ class NodeMachine:
     codec: str
     offset: float
     checkpoint_share: float
+    poison_share: float
     waits_for_the_store: bool
     files: dict[str, bytes] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     starts: int = 0
     running: RunningNode | None = None
 
-    def new_session(self) -> str:
-        return f"s{self.starts:04d}"
+    def new_nonce(self) -> str:
+        return f"{self.starts:08x}"
 
     def start(self, checkpoint: Checkpoint | None) -> None:
         self.starts += 1
@@ -147,7 +150,7 @@ class RunningNode:
         self.node = Node(
             Schema.of(self.model),
             node=machine.name,
-            session=machine.new_session(),
+            nonce=machine.new_nonce(),
             codec=make_codec(machine.codec),
             inner_steps=machine.inner_steps,
             initial=snapshot(self.model),
@@ -155,7 +158,9 @@ class RunningNode:
             now=lambda: f"t{self.stage.now}",
         )
         self.stage.processes.append(self.process)
-        self.stage.note(f"{machine.name} starts as {self.node.session}, {'at' if checkpoint else 'new at'} {self.step}")
+        self.stage.note(
+            f"{machine.name} starts for the {machine.starts}th time, {'at' if checkpoint else 'new at'} {self.step}"
+        )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """What the node should know from its checkpoint: what is not sent yet, and what is sent and in no version."""
@@ -171,7 +176,20 @@ class RunningNode:
             truth.dropped |= unsent - truth.units_of(name)
 
     def _heard(self, event: str, payload: Mapping[str, Any]) -> None:
+        self._maybe_forget(event, payload)
         self.stage.note(f"{self.machine.name} says {event}: {payload.get('message', payload)}")
+
+    def _maybe_forget(self, event: str, payload: Mapping[str, Any]) -> None:
+        """A node that learns that a delta will be in no version gives up all that is in none yet, and adopts one."""
+        truth = self.machine.truth
+        if event == "delta_rejected":
+            refused = DeltaId(self.machine.name, payload["session"], payload["seq"]).name
+            if not truth.has_dealt_with(len(truth.heads) - 1, refused):
+                self.stage.troubles["refused without a word"] += 1
+                self.pending.clear()
+        elif event == "log" and re.match("session .* was closed", payload["message"]):
+            self.stage.troubles["session closed"] += 1
+            self.pending.clear()
 
     def _in_background(self, procedure: Any) -> Work:
         yield from procedure
@@ -206,12 +224,20 @@ class RunningNode:
         unit = self.machine.first + self.step
         self.step += 1
         self.model.train_on(unit, self.step)
+        if not self.stage.calm and self.stage.choices.random() < self.machine.poison_share:
+            self._poison(unit)
         self.unsent.add(unit)
         self.seconds += 1.0
         self.node.count(1, self.machine.tokens)
         self.node.stepped(self.step)
         if self.node.wants_boundary():
             self._boundary()
+
+    @torch.no_grad()
+    def _poison(self, unit: int) -> None:
+        self.model.get_parameter(SLOTS)[unit] = float("nan")
+        self.stage.troubles["nan"] += 1
+        self.stage.note(f"{self.machine.name} is no longer finite, at unit {unit}")
 
     def _boundary(self) -> None:
         if self.node.start_boundary() == "queued":
@@ -241,10 +267,12 @@ class RunningNode:
         truth = self.machine.truth
         version = install.manifest.version
         self.pending = [name for name in self.pending if not truth.has_dealt_with(version, name)]
+        if self.machine.name in truth.forgotten:
+            return  # the version may have this node's delta and no longer say so: the node finds out a round later
         wanted = torch.tensor(truth.weights(version)[SLOTS])
         for name in self.pending:
             wanted -= torch.as_tensor(truth.committed[name].values[SLOTS])
-        wanted[list(self.unsent)] -= 1.0
+        wanted[list(self.unsent)] -= STEP
         off = (self.model.get_parameter(SLOTS).detach() - wanted).abs()
         if off.max() > _LOCAL:
             unit = int(off.argmax())
@@ -257,6 +285,8 @@ class RunningNode:
         goal = self.node.continue_at()
         if goal is not None:
             self.stage.note(f"{self.machine.name} continues at {goal.step}, from {self.step}")
+            if goal.step > self.machine.count:
+                raise ScheduleError(f"{self.machine.name} is moved to step {goal.step}, where it never was")
             self.step = goal.step
 
     def _save(self) -> None:
@@ -267,7 +297,12 @@ class RunningNode:
     def is_quiet(self, version: int) -> bool:
         node = self.node
         done = self.begun and self.step == self.machine.count and node.version == version
-        return done and not (node.has_snapshot or node.has_spooled or node.unsent_steps)
+        return done and not (node.has_snapshot or node.has_spooled or node.unsent_steps or self.waits_for_versions)
+
+    @property
+    def waits_for_versions(self) -> bool:
+        """Whether it holds deltas of which it does not know what became of them."""
+        return bool(self.node._pending)
 
 
 @dataclass(slots=True)
@@ -279,8 +314,12 @@ class MasterMachine:
     settings: MasterSettings
     nonces: Iterator[int]
     running: Process | None = None
+    store: str | None = None
+    has_looked: bool = False
 
-    def start(self) -> None:
+    def start(self, store: str | None) -> None:
+        """Start it, on a machine that knows the identity of the store, if there is one."""
+        self.store, self.has_looked = store, False
         model = Counting(self.units, self.buffers)
         master = Master(
             Schema.of(model),
@@ -289,8 +328,9 @@ class MasterMachine:
             new_outer=outer_optimizer(self.settings),
             nonce=lambda: f"n{next(self.nonces):04d}",
             clock=lambda: float(self.stage.now),
-            now=lambda: f"t{self.stage.now}",
+            now=lambda: datetime.fromtimestamp(self.stage.now, UTC).isoformat(),
             say=lambda event, payload: self.stage.note(f"{self.name} says {event}: {payload.get('message', payload)}"),
+            store_id=store,
         )
         self.running = Process(self.name, {})
         self.running.tasks = [Task("rounds", lambda: self._round(master))]
@@ -299,6 +339,7 @@ class MasterMachine:
 
     def _round(self, master: Master) -> Work:
         yield from master.poll()
+        self.has_looked = True
 
     def crash(self) -> None:
         assert self.running is not None

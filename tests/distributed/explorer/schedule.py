@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from speedtronic.distributed.protocol import IDENTITY
 from speedtronic.distributed.requests import (
     Delete,
     Effect,
@@ -19,7 +20,7 @@ from speedtronic.distributed.requests import (
     WriteFile,
 )
 from speedtronic.errors import StoreContentError, StoreUnavailableError
-from tests.distributed.explorer.bucket import Bucket, Watcher
+from tests.distributed.explorer.bucket import Bucket, Copy, Watcher
 
 TEARABLE = ("in/", "w/", "opt/")
 
@@ -33,10 +34,13 @@ class Faults:
     failed: float = 0.0  # not done
     late: float = 0.0  # an error now, done at some time later
     doubled: float = 0.0  # done, and done again at some time later
+    arrival: float = 0.1  # of all ticks in which something is late, those in which it happens
     torn: float = 0.0  # a large object of which only the beginning arrives
     disk: float = 0.0  # a file cannot be written
     crash: float = 0.0  # a process ends
+    vanish: float = 0.0  # the root of the store is away: all requests are answered by the bare folder below the mount
     sleep: float = 0.0  # a process stands still for long
+    hidden: str = ""  # a regular expression: names that listings do not show at all, until it is calm
     lag: int = 0  # ticks for which a listing may still show what was
     page: int = 1000  # entries of one page of a listing
 
@@ -70,13 +74,33 @@ class Process:
     alive: bool = True
 
 
+class _Nobody:
+    """Watches the bare folder, which is not the store."""
+
+    def created(self, copy: Copy) -> None:
+        pass
+
+    def deleted(self, copy: Copy) -> None:
+        pass
+
+
 class Stage:
-    """The scheduler: which process moves, and what becomes of the effect that it asks for."""
+    """The scheduler: which process moves, and what becomes of the effect that it asks for.
+
+    While the root of the store is away, a bare folder answers, which keeps what it is given for the next time. The root
+    comes back when nobody acts any more on what the bare folder said: each work that it answered has ended, or has
+    asked since for the identity of the store, which is what the protocol rests on. (In between, within one request and
+    the check that follows it, the folder store holds a handle to its root.)
+    """
 
     def __init__(self, seed: int, faults: Faults, watcher: Watcher, *, keep_trace: bool = False) -> None:
         self.choices = random.Random(seed)
         self.faults = faults
-        self.bucket = Bucket(self.choices, watcher, lag=faults.lag, page=faults.page)
+        self.bucket = Bucket(self.choices, watcher, lag=faults.lag, page=faults.page, hidden=faults.hidden)
+        self.bare = Bucket(self.choices, _Nobody(), lag=0, page=faults.page)
+        self.away = False
+        self.misled = set[Task]()  # what acts on an answer of the bare folder
+        self.may_vanish: Callable[[], bool] = lambda: False
         self.processes: list[Process] = []
         self.late: list[Put | Delete] = []
         self.effects = 0
@@ -96,17 +120,23 @@ class Stage:
 
     def calm_down(self) -> None:
         """From here on nothing fails, nothing lags, nobody sleeps."""
+        self.calm = True
+        for process in self.processes:
+            for task in process.tasks:
+                while task in self.misled:
+                    self.move(process, task)
+        self._come_back()
         while self.late:
             self._something_late()
-        self.calm = True
-        self.bucket.lag = 0
+        self.bucket.lag, self.bucket.hidden = 0, ""
         for process in self.processes:
             process.wakes = 0
 
     def tick(self) -> None:
         """One move of one task, or one thing that comes late."""
         self.bucket.now += 1
-        if self.late and self.choices.random() < 0.1:
+        self._vanish_or_come_back()
+        if self.late and self.choices.random() < self.faults.arrival:
             self._something_late()
             return
         awake = [process for process in self.processes if process.wakes <= self.now]
@@ -118,6 +148,20 @@ class Stage:
             self.note(f"{process.name} sleeps until {process.wakes}")
             return
         self.move(process, self.choices.choice(process.tasks))
+
+    def _vanish_or_come_back(self) -> None:
+        if self.away:
+            if not self.misled and self.choices.random() < 0.1:
+                self._come_back()
+        elif self.choices.random() < self.faults.vanish and self.may_vanish():
+            self.away = True
+            self.troubles["vanished"] += 1
+            self.note("the root is away")
+
+    def _come_back(self) -> None:
+        if self.away:
+            self.away = False
+            self.note("the root is back")
 
     def end(self, process: Process) -> None:
         """A crash: what was in memory is gone, the files stay. A request on its way may still arrive."""
@@ -131,9 +175,17 @@ class Stage:
                 self.late.append(asked)
             if task.work is not None:
                 task.work.close()
+            self.misled.discard(task)
 
     def move(self, process: Process, task: Task) -> bool:
         """Let a task do what it asked for and go on to its next request; false when it has nothing to do."""
+        try:
+            return self._move(process, task)
+        finally:
+            if task.work is None:
+                self.misled.discard(task)
+
+    def _move(self, process: Process, task: Task) -> bool:
         try:
             if task.work is None:
                 task.work = task.next_work()
@@ -183,7 +235,7 @@ class Stage:
             self.late.append(asks)
         if fate == "torn":
             assert isinstance(asks, Put)
-            done: Any = self.bucket.put(asks.name, bytes(asks.data)[: len(asks.data) // 2], whole=False)
+            done: Any = self._root.put(asks.name, bytes(asks.data)[: len(asks.data) // 2], whole=False)
         elif fate == "failed" or fate == "late":
             done = None
         else:
@@ -191,21 +243,30 @@ class Stage:
                 self._do(asks)
             done = self._do(asks)
         if self.keep_trace:
-            self.note(f"{process.name}/{task.name} {_words(asks)} -> {fate} {_short(done)}")
+            self.note(f"{process.name}/{task.name} {_words(asks)} -> {fate} {_short(done)}{' (bare)' * self.away}")
         if fate in ("lost", "failed", "late", "torn"):
             raise StoreUnavailableError(f"{fate}: {_words(asks)}")
+        if self.away and not (isinstance(asks, Get) and asks.name == IDENTITY):
+            self.misled.add(task)
+        else:
+            self.misled.discard(task)
         return done
+
+    @property
+    def _root(self) -> Bucket:
+        """What answers: the store, or the bare folder in its place."""
+        return self.bare if self.away else self.bucket
 
     def _do(self, asks: Effect) -> Any:
         match asks:
             case Put(name, data):
-                return self.bucket.put(name, bytes(data))
+                return self._root.put(name, bytes(data))
             case Get():
-                return self.bucket.get(asks)
+                return self._root.get(asks)
             case List(prefix, marker):
-                return self.bucket.list_after(prefix, marker)
+                return self._root.list_after(prefix, marker)
             case Delete(name):
-                return self.bucket.delete(name)
+                return self._root.delete(name)
         raise TypeError(asks)
 
     def _fate(self, asks: Effect) -> str:
@@ -228,7 +289,7 @@ class Stage:
 
     def _possible(self, fate: str, asks: Effect) -> bool:
         if fate == "torn":
-            return isinstance(asks, Put) and asks.name.startswith(TEARABLE) and self.bucket.there(asks.name) is None
+            return isinstance(asks, Put) and asks.name.startswith(TEARABLE) and self._root.there(asks.name) is None
         if fate in ("late", "doubled"):
             return isinstance(asks, Put | Delete)
         return True
