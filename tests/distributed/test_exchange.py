@@ -59,7 +59,9 @@ def applied(store: Store) -> list[str]:
 
 
 def each_delta_once(rounds: int) -> list[str]:
-    return [f"in/n{node}/s/{seq:08d}.safetensors" for seq in range(1, rounds + 1) for node in range(NODES)]
+    return [
+        f"in/n{node}/00000001-00000001/{seq:08d}.safetensors" for seq in range(1, rounds + 1) for node in range(NODES)
+    ]
 
 
 def test_faults_in_a_third_of_all_requests_change_no_bit(new_store: New) -> None:

@@ -14,7 +14,7 @@ class CountingStore:
     Attributes:
         requests: how many of each kind: `put`, `get`, `list`, `delete`.
         bytes: of contents sent (`put`, whether or not the object was new) and received (`get`).
-        reads: how often the contents of each name were received.
+        reads: how often the contents of each name were received, where not only a part was asked for.
     """
 
     def __init__(self, store: Store) -> None:
@@ -51,7 +51,7 @@ class CountingStore:
         if data is not None:
             with self._lock:
                 self.bytes["get"] += len(data)
-                self.reads[name] += 1
+                self.reads[name] += not partial
         return data
 
     def list_after(self, prefix: str, marker: str = "", *, timeout: float = REQUEST_TIMEOUT) -> Listing:
