@@ -208,7 +208,6 @@ def idle_table(records: list[Record]) -> Iterator[str]:
 # ---------------------------------------------------------------------- many nodes, many rounds
 
 RESTART_EVERY = 5  # deltas
-IN_A_VERSION = 5  # a version is made of the fifth part of the nodes, in turn
 RECENT = 100  # versions, over which figures are taken
 
 
@@ -250,14 +249,14 @@ class Sender:
 def scale(args: argparse.Namespace) -> Iterator[Record]:
     for size in args.scale:
         nodes, versions = map(int, size.split("x"))
-        yield {"nodes": nodes, "versions": versions, **at_scale(nodes, versions)}
+        yield {"nodes": nodes, "versions": versions, **at_scale(nodes, versions, args.versions_a_round)}
 
 
-def at_scale(nodes: int, versions: int) -> Record:
+def at_scale(nodes: int, versions: int, versions_a_round: int) -> Record:
     """The sizes of the last manifests, in bytes, and what reading them costs."""
     store, model = MemoryStore(), nn.Linear(2, 2)
     traffic = Traffic(store)
-    quorum = nodes // IN_A_VERSION
+    quorum = nodes // versions_a_round
     master = make_master(model, "only", expected_nodes=nodes, quorum=quorum)
     perform(master.poll(), store)
     schema, tensors = Schema.of(model), {name: torch.zeros_like(value) for name, value in snapshot(model).items()}
@@ -265,7 +264,7 @@ def at_scale(nodes: int, versions: int) -> Record:
     known = master.head
     manifests, followed, asked, seconds = [], [], [], []
     for version in range(versions):
-        for sender in senders[version % IN_A_VERSION :: IN_A_VERSION]:
+        for sender in senders[version % versions_a_round :: versions_a_round]:
             sender.send(store, version)
         started = time.perf_counter()
         assert perform(master.poll(), store) == quorum
@@ -522,6 +521,7 @@ def main() -> None:
         "--only", choices=[*MEASURES, "master", "deltas", "lone-node"], help="one of the tables, or a part of one"
     )
     parser.add_argument("--history", type=int, nargs="+", default=[10, 200, 5000], help="deltas, for `idle`")
+    parser.add_argument("--versions-a-round", type=int, default=5, help="at scale (default 5; 1: of all nodes)")
     parser.add_argument("--scale", nargs="+", default=["20x100"], metavar="NODESxVERSIONS")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 16, 64])
     parser.add_argument("--megabytes", type=int, default=48, help="size of the model, for `nodes` and later")
