@@ -11,7 +11,10 @@ from tests.distributed.explorer.mutants import MUTANTS
 
 SCHEDULES = 2000
 JOBS = 2
-TROUBLES = ("lost", "repeated", "failed", "late", "doubled", "torn", "no space", "crash", "new disk")
+TROUBLES = (
+    *("lost", "repeated", "failed", "late", "doubled", "torn", "no space", "crash", "new disk"),
+    *("vanished", "stray head", "forged", "junk", "nan", "wrong expected_nodes", "forgotten"),
+)
 
 
 def test_no_random_schedule_loses_or_doubles_anything() -> None:
