@@ -20,7 +20,7 @@ from tests.distributed.explorer.schedule import Faults, Pause, Process, Stage, T
 from tests.distributed.explorer.strangers import KINDS, Strangers
 from tests.distributed.explorer.truth import SLOTS, Rule, ScheduleError, Truth, delta_of
 
-_LONGEST_CALM = 200  # rounds of all tasks after which it must be quiet
+_LONGEST_CALM = 100  # rounds of all tasks after which it must be quiet
 _SOON = 0.5  # rounds after which a node that is idle can be forgotten, where manifests are to hold few of them
 
 
