@@ -9,7 +9,7 @@ RANKS := build/test-data/gpt2.tiktoken
 # One process a core; the tests of one file stay together.
 PYTEST := $(BIN)/pytest -n logical --dist loadfile
 
-.PHONY: demo diloco-demo test test-slow test-all test-stores check lint docs bench torture diloco-torture clean
+.PHONY: demo diloco-demo test test-slow test-all test-stores check lint docs bench torture diloco-torture diloco-campaign clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library and let it write
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -63,6 +63,10 @@ torture: $(READY)  ## kill a training run three hundred times, and lose nothing
 
 diloco-torture: $(READY)  ## kill three processes that train together again and again, and see what it costs
 	$(BIN)/python -m tests.torture_diloco --seeds 0 1 2
+
+diloco-campaign: $(READY)  ## two hundred such kills, over a folder and over S3, and each version recomputed; an hour
+	$(BIN)/python -m tests.torture_diloco --only-killed --kills 100 --steps 150 --inner-steps 10 --every 30 --pace 0.02
+	$(BIN)/python -m tests.torture_diloco --only-killed --kills 100 --steps 150 --inner-steps 10 --every 30 --pace 0.02 --store s3
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,13 +14,15 @@ from speedtronic.distributed.protocol import (
     DeltaId,
     Manifest,
     copy_name,
+    create_identity,
     create_manifest,
     head_name,
     momentum_name,
+    read_identity,
     weights_name,
 )
 from speedtronic.distributed.records import SessionMark
-from speedtronic.distributed.requests import Put, perform
+from speedtronic.distributed.requests import Put, answer, perform
 from speedtronic.distributed.schema import Schema
 from speedtronic.distributed.stores.base import Entry, Listing
 from speedtronic.distributed.stores.memory import MemoryStore
@@ -1127,3 +1129,20 @@ def test_a_manifest_comes_after_what_it_names_and_before_any_deletion() -> None:
         if isinstance(effect, Put) or type(effect).__name__ == "Delete"
     ]
     assert kinds == [("Put", "w"), ("Put", "opt"), ("Put", "head"), ("Delete", "in"), ("Delete", "w")]
+
+
+def test_a_master_that_knows_its_store_gives_no_identity_to_the_folder_below_a_mount() -> None:
+    """The mount goes away right after the identity was read: what is left looks like a new, empty store."""
+    known = "0123456789abcdef" * 2
+    there, bare = MemoryStore(), MemoryStore()
+    perform(create_identity(known), there)
+
+    def look() -> None:
+        looking = new_master(store_id=known).poll()
+        found = answer(next(looking), there, None)
+        while True:
+            found = answer(looking.send(found), bare, None)
+
+    with pytest.raises(StoreUnavailableError, match="is the folder mounted"):
+        look()
+    assert perform(read_identity(), bare) is None

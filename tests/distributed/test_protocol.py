@@ -14,6 +14,7 @@ from speedtronic.distributed.protocol import (
     IDENTITY,
     DeltaId,
     Manifest,
+    check_head,
     check_identity,
     copy_name,
     create_identity,
@@ -26,6 +27,7 @@ from speedtronic.distributed.protocol import (
     put_own,
     read_identity,
     read_manifest,
+    read_past,
     weights_name,
 )
 from speedtronic.distributed.records import (
@@ -482,6 +484,22 @@ def test_no_version_is_made_where_the_one_before_is_gone() -> None:
         ):
             perform(create_manifest(manifest(1, parent=manifest()), manifest()), store)
         assert not [name for kind, name in store.requests if kind == "put"]
+
+
+def test_what_a_bare_mount_point_kept_is_not_another_history() -> None:
+    store = store_with([manifest(nonce="put while the mount was away")])
+    store.inner.delete(IDENTITY)
+    with pytest.raises(StoreUnavailableError, match="is the folder mounted"):
+        perform(check_head(manifest()), store)
+
+
+def test_a_past_version_is_the_one_that_the_next_follows() -> None:
+    versions = history(3)
+    store = store_with([versions[0], manifest(1, manifest(nonce="other"), nonce="stray"), versions[2]])
+    assert perform(read_past(1), store) is None
+    store.inner.put_if_absent(copy_name(head_name(1), 1), versions[1].to_bytes())
+    assert perform(read_past(1), store) == versions[1]
+    assert perform(read_past(7), store) is None
 
 
 @pytest.mark.parametrize("request_", range(6))

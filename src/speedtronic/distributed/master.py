@@ -62,7 +62,7 @@ from speedtronic.distributed.protocol import (
     parse_delta_name,
     put_own,
     read_blob,
-    read_manifest,
+    read_past,
     weights_name,
 )
 from speedtronic.distributed.records import Blob, Outer, seconds_of
@@ -885,7 +885,7 @@ class Master:
 
     def _recall(self, version: int) -> Procedure[_PastVersion | None]:
         if version not in self._past:
-            manifest = yield from read_manifest(version)
+            manifest = yield from read_past(version)
             if manifest is None:
                 return None
             self._remember(manifest)

@@ -299,6 +299,24 @@ def read_manifest(
     return manifest
 
 
+def read_past(version: int) -> Procedure[Manifest | None]:
+    """The manifest of a version that is not the newest one; None if there is none. Strong reads.
+
+    What lies under its name may be a manifest of another history: that one has no successor here.
+    """
+    for copy in range(MOST_COPIES):
+        data = yield from Get(copy_name(head_name(version), copy), limit=MANIFEST_LIMIT, partial=True)
+        if data is None:
+            return None
+        try:
+            manifest = Manifest.from_bytes(data)
+        except StoreContentError:
+            continue
+        if manifest.version == version and (yield from read_manifest(version + 1, manifest.sha256)) is not None:
+            return manifest
+    return None
+
+
 def _look_for(
     version: int, parent: str | EllipsisType | None, store: str | None = None
 ) -> Procedure[tuple[Manifest | None, int]]:

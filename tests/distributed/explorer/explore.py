@@ -20,7 +20,7 @@ from tests.distributed.explorer.schedule import Faults, Pause, Process, Stage, T
 from tests.distributed.explorer.strangers import KINDS, Strangers
 from tests.distributed.explorer.truth import SLOTS, Rule, ScheduleError, Truth, delta_of
 
-_LONGEST_CALM = 200  # rounds of all tasks after which it must be quiet
+_LONGEST_CALM = 100  # rounds of all tasks after which it must be quiet
 _SOON = 0.5  # rounds after which a node that is idle can be forgotten, where manifests are to hold few of them
 
 
@@ -136,6 +136,8 @@ class Exploration:
         self.truth.bucket = self.stage.bucket
         self.stage.on_write = self._written
         self.choices = self.stage.choices
+        if settings.expected_nodes not in {None, plan.nodes}:
+            self.stage.troubles["wrong expected_nodes"] += 1
         self.starts = 0
         self.nodes = [self._node(index) for index in range(plan.nodes)]
         self.strangers = Strangers(self.stage, self.truth, self.nodes, plan.strangers)
@@ -182,6 +184,7 @@ class Exploration:
                 self.strangers.act()
             self.stage.tick()
         self._become_quiet()
+        self.stage.troubles["forgotten"] += len(self.truth.forgotten)
         self.truth.judge([node.span() for node in self.nodes])
         self._all_agree()
 

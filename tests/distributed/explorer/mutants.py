@@ -284,43 +284,59 @@ def _prepare(patch: pytest.MonkeyPatch, prepare: Callable[[Exploration], None]) 
     patch.setattr(Exploration, "run", prepared)
 
 
+# Decisions of schedules that reach a fault soon.
 _CROWDED = {"quorum": 1, "expected_nodes": None, "grace": 5.0, "new_disks": False, "strangers": ()}
-_LOSSY = {"codec": "bf16", "crash": 0.03, "new_disks": False}
+_LONG = {"ticks": 800, "inner_steps": 1, "units_each": 20, "forgets": False}
+_LATE = {"doubled": 0.3, "arrival": 0.0}  # everything late comes last
 
 MUTANTS = {
     # The eight of diloco.md.
     "mark-outside-the-manifest": Mutant(_marks_outside, "processed again|differs from the head|off by"),
     "overwritable-head": Mutant(_overwritable_head, r"head/\d+.json was created when the chain had"),
     "no-nonce-re-read": Mutant(_no_reread, "does not follow the|a recent head needs it|before a head had it"),
-    "no-session-id": Mutant(_no_session, "was committed a second time"),
+    "no-session-id": Mutant(_no_session, "was committed a second time", {"crash": 0.03, "ticks": 400}),
     "delete-before-commit": Mutant(_delete_before_commit, "does not become quiet: .*in/|missing, although"),
     "manifests-pruned": Mutant(_manifests_pruned, r"at version \d+ of|when the chain had"),
-    "base-moved-on-acknowledgement": Mutant(_base_moved_on_acknowledgement, "off by|sent 2 times|moves a slot"),
+    "base-moved-on-acknowledgement": Mutant(
+        _base_moved_on_acknowledgement, "off by|sent 2 times|moves a slot", _LONG | {"disk": 0.0, "crash": 0.02}
+    ),
     "ledger-ignored": Mutant(_ledger_ignored, "sent 2 times|off by"),
     # And some more.
     "momentum-forgotten": Mutant(_momentum_forgotten, "the (weights|momentum) of version"),
-    "no-look-back": Mutant(_no_look_back, "sent 2 times|off by"),
+    "no-look-back": Mutant(_no_look_back, "sent 2 times|off by", _LONG | {"new_disks": True, "crash": 0.03}),
     "pending-forgotten": Mutant(_pending_forgotten, "off by|moves a slot"),
     # Protocol 2.
-    "no-look-after-a-put": Mutant(_no_look_after_a_put, r"does not become quiet: .*in/"),
-    "no-look-at-the-head-before": Mutant(_no_look_at_the_head_before, "does not become quiet|when the chain had"),
+    "no-look-after-a-put": Mutant(
+        _no_look_after_a_put, r"does not become quiet: .*in/|missing, although", {"vanish_at": "^in/"}
+    ),
+    "no-look-at-the-head-before": Mutant(
+        _no_look_at_the_head_before,
+        "deleted before a head|when the chain had|not become quiet",
+        _CROWDED | _LONG | {"vanish_at": "^head/", "vanish": 0.0},
+    ),
     "junk-counts-as-absent": Mutant(_junk_counts_as_absent, "does not become quiet|nobody published"),
-    "closed-session-opens-again": Mutant(_closed_session_opens_again, "was closed, and is open again"),
+    "closed-session-opens-again": Mutant(
+        _closed_session_opens_again,
+        "was closed, and is open again",
+        _CROWDED | _LONG | _LATE | {"crash": 0.02, "nodes": 1, "masters": 1},
+    ),
     "folded-too-early": Mutant(
         _folded_too_early, "was closed before", _CROWDED | {"hidden": r"/00000001-\w+/", "crash": 0.02, "ticks": 800}
     ),
     "anybody-moves-a-node": Mutant(
-        _anybody_moves_a_node, "where it never was|sent 2 times|is in no delta", {"new_disks": False}
+        _anybody_moves_a_node,
+        "where it never was|sent 2 times|is in no delta",
+        {"new_disks": False, "strangers": ("forged",), "stranger_share": 0.05, "crash": 0.03},
     ),
-    "no-horizon": Mutant(
-        _no_horizon, "processed again|the horizon is", _CROWDED | {"forgets": True, "doubled": 0.3, "arrival": 0.0}
-    ),
+    "no-horizon": Mutant(_no_horizon, "processed again|the horizon is", _CROWDED | _LATE | {"forgets": True}),
     "refusals-make-a-quorum": Mutant(
         _refusals_make_a_quorum,
         "without a quorum",
         {"strangers": ("junk",), "stranger_share": 0.05, "nodes": 2, "grace": 1e6, "quorum": 2, "expected_nodes": None},
     ),
-    "residual-outside-the-commit": Mutant(_residual_outside_the_commit, "is owed", _LOSSY),
+    "residual-outside-the-commit": Mutant(
+        _residual_outside_the_commit, "is owed", _LONG | {"codec": "bf16", "crash": 0.03, "new_disks": False}
+    ),
     "base-kept-after-a-refusal": Mutant(
         _base_kept_after_a_refusal,
         "does not become quiet|differs from the head",

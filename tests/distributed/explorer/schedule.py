@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Faults:
     crash: float = 0.0  # a process ends
     vanish: float = 0.0  # the root of the store is away: all requests are answered by the bare folder below the mount
     sleep: float = 0.0  # a process stands still for long
+    vanish_at: str = ""  # a regular expression: before one in five puts of such names, the root goes away
     hidden: str = ""  # a regular expression: names that listings do not show at all, until it is calm
     lag: int = 0  # ticks for which a listing may still show what was
     page: int = 1000  # entries of one page of a listing
@@ -153,7 +155,11 @@ class Stage:
         if self.away:
             if not self.misled and self.choices.random() < 0.1:
                 self._come_back()
-        elif self.choices.random() < self.faults.vanish and self.may_vanish():
+        elif self.choices.random() < self.faults.vanish:
+            self._vanish()
+
+    def _vanish(self) -> None:
+        if not self.away and not self.calm and self.may_vanish():
             self.away = True
             self.troubles["vanished"] += 1
             self.note("the root is away")
@@ -228,6 +234,9 @@ class Stage:
                 self.note(f"{process.name}/{task.name} remove {name}")
                 process.files.pop(name, None)
                 return None
+        at = self.faults.vanish_at
+        if at and isinstance(asks, Put) and re.search(at, asks.name) and self.choices.random() < 0.2:
+            self._vanish()
         fate = self._fate(asks)
         self.troubles[fate] += 1
         if fate == "late" or fate == "doubled":

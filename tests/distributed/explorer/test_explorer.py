@@ -11,7 +11,10 @@ from tests.distributed.explorer.mutants import MUTANTS
 
 SCHEDULES = 2000
 JOBS = 2
-TROUBLES = ("lost", "repeated", "failed", "late", "doubled", "torn", "no space", "crash", "new disk")
+TROUBLES = (
+    *("lost", "repeated", "failed", "late", "doubled", "torn", "no space", "crash", "new disk"),
+    *("vanished", "stray head", "forged", "junk", "nan", "wrong expected_nodes"),
+)
 
 
 def test_no_random_schedule_loses_or_doubles_anything() -> None:
@@ -26,6 +29,7 @@ def test_no_schedule_of_two_thousand_loses_or_doubles_anything() -> None:
     assert tally.schedules == SCHEDULES
     assert tally.deltas > 2 * SCHEDULES, "there was something to lose"
     assert all(tally.troubles[trouble] > 100 for trouble in TROUBLES), tally.troubles
+    assert tally.troubles["forgotten"] > 50, "manifests had no room for a node"
 
 
 @pytest.mark.parametrize("name", MUTANTS)

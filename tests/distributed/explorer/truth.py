@@ -353,8 +353,8 @@ class Truth:
         return not is_open and (self.is_stale(delta, head) or delta.header["base_version"] < head["horizon"])
 
     def may_stay(self, name: str) -> bool:
-        """Whether an object that nobody needs may stay: a late copy of a node that was forgotten, since no head says any
-        more that it has the delta; what a lost disk left torn, since nobody knows of what it is a part."""
+        """Whether an object that nobody needs may stay: a late copy of a node that was forgotten, since no head says
+        any more that it has the delta; what a lost disk left torn, since nobody knows of what it is a part."""
         delta = self.committed[delta_of(name)]
         return not delta.reachable or delta.machine in self.forgotten
 
@@ -425,7 +425,7 @@ class Truth:
         if self.rule.patient and (self.calm is None or head["version"] < self.calm):
             quorum = self.rule.quorum or -(-expected // 2)
             if len(set(nodes)) < (quorum if before["version"] < _HINTED_VERSIONS else min(quorum, expected)):
-                raise ScheduleError(f"version {head['version']} was made without a quorum, of {sorted(set(nodes))}")
+                raise ScheduleError(f"version {head['version']} was made without a quorum, of {set(nodes.tolist())}")
         if self.rule.even:
             wanted = min(1.0, share / expected)
             if abs(wanted - fraction) > 1e-6:
