@@ -111,6 +111,23 @@ def test_a_floating_target_of_minus_100_is_a_target() -> None:
     assert (numbers["loss"], numbers["targets"]) == (pytest.approx(7500.25), 12)
 
 
+@pytest.mark.parametrize("name", ["labels", "label", "targets", "target"])
+def test_batches_weigh_by_their_targets_under_any_name_of_labels(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(23, 3, generator=generator), torch.randint(0, 1, (23,), generator=generator)
+    y[3:9] = -100
+    model = Regressor()
+
+    def loss_of(output: Tensor, batch: Any) -> Tensor:
+        scores = torch.cat([output, -output], dim=1)
+        return nn.functional.cross_entropy(scores, batch[name])
+
+    batches = [{"x": a, name: b} for a, b in zip(x.split(5), y.split(5), strict=True)]
+    right = loss_of(model(x), {name: y}).item()
+    numbers = evaluator(batches, loss_fn=loss_of)(model)
+    assert (numbers["loss"], numbers["targets"]) == (pytest.approx(right), 17)
+
+
 def test_a_batch_without_a_target_has_no_weight_even_if_its_loss_is_nan() -> None:
     """A model that returns its own mean: of three batches, the middle one has no target."""
 

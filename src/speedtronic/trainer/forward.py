@@ -188,8 +188,8 @@ class Forward:
         with autocast_context(self._plan):
             output = self.call(model, batch)
             loss = resolve_loss(output, batch, self._loss_fn, warn=self._once)
-            if self._loss_fn is None and (doubt := doubt_about(output, batch)) is not None:
-                self._once("loss", doubt)
+            if self._loss_fn is None:
+                doubt_about(output, batch, self._once)
             return loss
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
