@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state
-from speedtronic.errors import DataError
+from speedtronic.errors import DataError, ModelError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.precision import resolve_precision
 from speedtronic.trainer.loss import loss_by_name
@@ -291,3 +291,14 @@ def test_held_out_data_without_a_target_is_an_error(batches: list[Any]) -> None:
 
     with pytest.raises(DataError, match="no target"):
         evaluator(batches)(Zero())
+
+
+def test_gradients_of_the_model_itself_are_refused_with_what_to_do() -> None:
+    class Penalized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad((x**2).sum(), x, create_graph=True)
+            return gradient.norm()
+
+    with pytest.raises(ModelError, match=r"penalty on gradients.*torch.is_grad_enabled\(\)"):
+        evaluator([{"x": torch.ones(2, 3)}])(Penalized())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speedtronic.errors import ConfigError, DataError, ModelError
-from speedtronic.trainer.loss import align_labels, count_labels, doubt_about, loss_by_name, resolve_loss
+from speedtronic.trainer.loss import align_labels, count_labels, doubt_about, has_no_target, loss_by_name, resolve_loss
 
 LOGITS = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 7, (2, 4), generator=torch.Generator().manual_seed(1))
@@ -477,6 +477,13 @@ def test_labels_are_counted_without_the_ignored_ones() -> None:
     labels[0, :3] = -100
     assert count_labels({"labels": labels}).item() == 5
     assert count_labels((LABELS, labels)).item() == 5
+
+
+def test_a_batch_without_a_target_is_known_by_its_labels() -> None:
+    for labels, none in ((LABELS, False), (torch.full_like(LABELS, -100), True), (torch.tensor([-100, 0]), False)):
+        assert has_no_target({"labels": labels}) == torch.tensor(none)
+    for labels in (torch.full((2,), -100.0), torch.full((2,), 156, dtype=torch.uint8), LABELS[:0]):
+        assert has_no_target((None, labels)) is None
 
 
 def test_counting_labels_of_a_batch_without_any_names_the_remedy() -> None:

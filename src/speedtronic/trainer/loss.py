@@ -444,6 +444,15 @@ def count_labels(batch: Any) -> Tensor:
     return labels.new_full((), labels.numel(), dtype=torch.int64)
 
 
+def has_no_target(batch: Any) -> Tensor | None:
+    """A 0-dim bool tensor: whether all labels of a batch are -100. None where it has no labels that can be."""
+    labels = batch_labels(batch)
+    if labels is None or labels.dtype not in _SIGNED or labels.numel() == 0:
+        return None
+    # Cheaper than counting, since this is asked of each micro batch. No label is smaller.
+    return labels.amax() == IGNORE_INDEX
+
+
 def align_labels(batch: Any) -> Any:
     """Turn labels that repeat the inputs (`data.labels: unshifted`) into next-token aligned ones.
 
