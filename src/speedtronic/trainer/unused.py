@@ -15,7 +15,7 @@ from speedtronic.model.wrappers import innermost
 from speedtronic.registry import BUILT_BY_NAME
 
 # The trainer itself acts on these keys of `data`, whatever the loader is.
-_OF_ANY_LOADER = ("micro_batch_size", "target_batch_size", "max_steps", "loss_normalization", "labels")
+_OF_ANY_LOADER = ("micro_batch_size", "target_batch_size", "block_size", "max_steps", "loss_normalization", "labels")
 
 BUILT_FROM_CONFIG: WeakSet[Any] = WeakSet()
 """The optimizers and schedulers that `build_optimizer` and `build_scheduler` have made: they follow their sections."""
@@ -58,13 +58,13 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
         ("callbacks", ["callbacks"] if config.callbacks else [], "[…]"),
         (
             "dataloader",
-            _changed(config.data, but=(*_OF_ANY_LOADER, *config.data.following)),
+            _changed(config.data, but=_OF_ANY_LOADER),
             "speedtronic.data.build_data(config, pin_memory=False).train",
         ),
         (
             "model",
             ["model.name"] * (config.model.name not in BUILT_IN_MODELS) + ["plugins"] * bool(config.plugins),
-            "speedtronic.registry.build_model(config)",
+            "speedtronic.build_model(config), after speedtronic.runtime.import_plugins(config.plugins)",
         ),
     ):
         follows = parts[part] is not None
@@ -76,7 +76,7 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
             follows = parts[part] in BUILT_BY_NAME or innermost(parts[part]) in BUILT_BY_NAME
         idle = [key for key in keys if key not in not_built]
         if idle and not follows:
-            why = f"no {part} was passed" if parts[part] is None else f"the {part} that was passed has its own options"
+            why = f"no {part} was passed" if parts[part] is None else f"the {part} that was passed was not made by it"
             yield f"{', '.join(idle)}: nothing acts on it, since {why}; pass {part}={remedy}, or remove it"
 
 
