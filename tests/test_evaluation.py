@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state
-from speedtronic.errors import DataError
+from speedtronic.errors import DataError, ModelError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.precision import resolve_precision
 from speedtronic.trainer.loss import loss_by_name
@@ -109,6 +109,23 @@ def test_a_floating_target_of_minus_100_is_a_target() -> None:
     # Nine of 100², three of 1².
     numbers = evaluator(batches, loss_fn=loss_by_name("mse"))(model)
     assert (numbers["loss"], numbers["targets"]) == (pytest.approx(7500.25), 12)
+
+
+@pytest.mark.parametrize("name", ["labels", "label", "targets", "target"])
+def test_batches_weigh_by_their_targets_under_any_name_of_labels(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(23, 3, generator=generator), torch.randint(0, 1, (23,), generator=generator)
+    y[3:9] = -100
+    model = Regressor()
+
+    def loss_of(output: Tensor, batch: Any) -> Tensor:
+        scores = torch.cat([output, -output], dim=1)
+        return nn.functional.cross_entropy(scores, batch[name])
+
+    batches = [{"x": a, name: b} for a, b in zip(x.split(5), y.split(5), strict=True)]
+    right = loss_of(model(x), {name: y}).item()
+    numbers = evaluator(batches, loss_fn=loss_of)(model)
+    assert (numbers["loss"], numbers["targets"]) == (pytest.approx(right), 17)
 
 
 def test_a_batch_without_a_target_has_no_weight_even_if_its_loss_is_nan() -> None:
@@ -274,3 +291,14 @@ def test_held_out_data_without_a_target_is_an_error(batches: list[Any]) -> None:
 
     with pytest.raises(DataError, match="no target"):
         evaluator(batches)(Zero())
+
+
+def test_gradients_of_the_model_itself_are_refused_with_what_to_do() -> None:
+    class Penalized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad((x**2).sum(), x, create_graph=True)
+            return gradient.norm()
+
+    with pytest.raises(ModelError, match=r"penalty on gradients.*torch.is_grad_enabled\(\)"):
+        evaluator([{"x": torch.ones(2, 3)}])(Penalized())

@@ -362,6 +362,10 @@ def mappings(data):
     return [{"image": x, "label": y} for x, y in zip(*items(40))]
 
 
+def categories(data):
+    return [{"image": x, "category": y} for x, y in zip(*items(40))]
+
+
 def focal(output, batch):
     chosen = output.log_softmax(-1).gather(-1, batch["label"][:, None])
     return -((1 - chosen.exp()) * chosen).mean()
@@ -422,11 +426,11 @@ def test_a_loss_of_ones_own_is_found_in_the_configs_own_folder(own: Callable[...
         ("own-classifier", "mappings", {"loss": "cross_entropy"}, "no input: name its columns"),
         (
             "own-named",
-            "mappings",
+            "categories",
             {"loss": "cross_entropy"},
-            "has image, label: name the column of the targets 'labels'",
+            "has image, category: name the column of the targets 'labels'",
         ),
-        ("own-named", "mappings", {"loss": "mse"}, "has image, label"),
+        ("own-named", "categories", {"loss": "mse"}, "has image, category"),
         ("own-named", "mappings", {"loss": "OWN:missing"}, "loss: the module .* has no 'missing'"),
         ("own-named", "mappings", {"loss": "mean"}, "loss: must be cross_entropy, mse, or an importable function"),
     ],
@@ -734,6 +738,31 @@ def test_a_changed_config_is_shown_key_by_key_and_wins(tmp_path: Path, capsys: p
     result = trainer.fit()
     expected = train_from_config(tiny(tmp_path / "other", run={"max_steps": 8}, optimizer={"lr": 1e-2}))
     assert [r["lr_applied"] for r in result.metrics] == [r["lr_applied"] for r in expected.metrics[4:]]
+
+
+@pytest.mark.parametrize(
+    ("decay", "nearer", "refused"),
+    [(8, 14, True), (4, 14, False), (8, 18, False), (8, 10, False), (None, 11, True), (None, 14, False)],
+)
+def test_a_wsd_decay_that_does_not_fit_into_what_is_left_is_refused(
+    tmp_path: Path, decay: int | None, nearer: int, refused: bool
+) -> None:
+    """A run of 40 stops after 10 updates, at the full rate. The jump of the first would be from 1.0 to 0.55."""
+    schedule = {"name": "wsd", "warmup_steps": 2, "decay_steps": decay}
+    before = tiny(tmp_path, run={"max_steps": 40}, optimizer={"lr": 1.0}, scheduler=schedule)
+    train_from_config(before, max_steps=10)
+    after = tiny(tmp_path, run={"max_steps": nearer}, optimizer={"lr": 1.0}, scheduler=schedule)
+    if refused:
+        with pytest.raises(ConfigError, match=r"^scheduler.decay_steps: .* scheduler.max_steps .* \(run.max_steps\)"):
+            build_runtime(after, resume=True)
+    else:
+        build_runtime(after, resume=True)
+
+
+def test_a_wsd_decay_that_has_begun_goes_on_after_a_resume(tmp_path: Path) -> None:
+    config = tiny(tmp_path, run={"max_steps": 8}, scheduler={"name": "wsd", "warmup_steps": 0, "decay_steps": 6})
+    train_from_config(config, max_steps=5)
+    assert train_from_config(config, resume=True).steps == 8
 
 
 def test_a_changed_model_is_an_error_that_names_the_tensors(tmp_path: Path) -> None:

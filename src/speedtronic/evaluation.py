@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
-from speedtronic.errors import DataError
+from speedtronic.errors import DataError, ModelError
 from speedtronic.model import evaluation_mode
 from speedtronic.precision import PrecisionPlan
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
@@ -65,6 +65,7 @@ class HeldOutLoss:
 
         Raises:
             DataError: the pass has no batch, or no target.
+            ModelError: the model needs gradients of its own.
         """
         started = time.perf_counter()
         forward = Forward(
@@ -82,7 +83,7 @@ class HeldOutLoss:
                 else:
                     targets = torch.tensor(batch_size_and_tokens(aligned, self._once)[0])
                 weight = targets.to(self._device)
-                loss = forward(model, move_batch(aligned, self._device)).float()
+                loss = _without_gradients(forward, model, move_batch(aligned, self._device)).float()
                 # The mean over no target is NaN, and 0 · NaN would be too.
                 losses.append(torch.where(weight > 0, loss * weight, 0.0))
                 weights.append(weight)
@@ -98,6 +99,19 @@ class HeldOutLoss:
             "batches": len(weights),
             "duration_s": time.perf_counter() - started,
         }
+
+
+def _without_gradients(forward: Forward, model: nn.Module, batch: Any) -> Tensor:
+    try:
+        return forward(model, batch)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise ModelError(
+            "the model or its loss computes gradients, as a penalty on gradients does, and an evaluation runs without "
+            "them; leave this part out unless torch.is_grad_enabled(), or unless the model is in training mode "
+            "(self.training)"
+        ) from error
 
 
 @contextmanager

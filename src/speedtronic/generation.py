@@ -28,6 +28,7 @@ from speedtronic.errors import CheckpointError, ConfigError, InputError
 from speedtronic.model import evaluation_mode
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.registry import build_model, registry
+from speedtronic.trainer.state import load_model
 
 LARGEST_SEED = 2**63 - 1
 
@@ -307,9 +308,15 @@ def load_generator(
             config.model.extra[key] = value
     model = build_model(config)
     try:
-        model.load_state_dict({**state["model"], **(state.get("ema") or {})})
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint's weights do not fit its model: {error}") from error
+        load_model(model, {**state["model"], **(state.get("ema") or {})})
+    except CheckpointError as error:
+        first, *more = str(error).split("\n  ")[1:] or [str(error)]
+        others = f", and {len(more)} more" if more else ""
+        given = [one for one in overrides if one.startswith("model.")]
+        remedy = f"; leave out {', '.join(given)}" if given else ""
+        raise CheckpointError(
+            f"{source}: the weights do not fit the model of the configuration: {first}{others}{remedy}"
+        ) from error
     return _generator(model, tokenizer, config, state["step"], device)
 
 

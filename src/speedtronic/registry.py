@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from weakref import WeakSet
 
 from torch import nn
 
@@ -22,6 +23,10 @@ ModelFactory = Callable[..., nn.Module]
 and so reads `extra` itself. A subclass of `nn.Module` is a factory too."""
 
 FactoryT = TypeVar("FactoryT", bound=ModelFactory | str)
+
+
+BUILT_BY_NAME: WeakSet[nn.Module] = WeakSet()
+"""The models that factories have built for `model.name` of a configuration."""
 
 
 class ModelRegistry:
@@ -91,6 +96,7 @@ class ModelRegistry:
         model: object = factory(config, **_extra_arguments(config, factory))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model.name: the factory of {name!r} returned {type(model).__name__}, not an nn.Module")
+        BUILT_BY_NAME.add(model)
         return model
 
 

@@ -38,6 +38,7 @@ from speedtronic.model.transformer import NORM_EPS
 from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
+from speedtronic.optimizers.schedules import wsd_decay_steps
 from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
 from speedtronic.registry import build_model, import_factory, registry
 from speedtronic.shapes import validate_startup_shapes
@@ -126,6 +127,7 @@ def _build(
             logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
         else:
             _keep_warmup(settings, saved)
+            _refuse_late_decay(settings, saved)
     for doubt in doubts(settings, max_steps):
         logger.warning(doubt)
 
@@ -535,6 +537,23 @@ def _keep_warmup(config: SpeedtronicConfig, saved: Mapping[str, Any]) -> None:
     before = saved["config"]["scheduler"]["warmup_steps"] if "config" in saved else None
     if before is not None and config.scheduler.follows("warmup_steps"):
         config.scheduler.warmup_steps = before
+
+
+def _refuse_late_decay(config: SpeedtronicConfig, saved: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a nearer end makes `wsd` jump into a decay that would have begun before."""
+    section, step, state = config.scheduler, saved["step"], saved["scheduler"]
+    if section.name != "wsd" or not state or step >= section.max_steps:
+        return
+    decay, left = wsd_decay_steps(section), section.max_steps - step
+    # Of the first group: a rate below the one that the checkpoint ended with. A decay that goes on has the same.
+    factor, base, rate = learning_rate_schedule(section)(step), state["base_lrs"][0], state["_last_lr"][0]
+    if decay > left and base * factor < rate * (1 - 1e-6):
+        raise ConfigError(
+            f"scheduler.decay_steps: a decay of {decay} updates does not fit into the {left} that are left of "
+            f"scheduler.max_steps {section.max_steps} (run.max_steps) after step {step}: the learning rate would jump "
+            f"from {rate:g} to {base * factor:g}; set scheduler.decay_steps to at most {left}, or max_steps to at "
+            f"least {step + decay}"
+        )
 
 
 def _resume(trainer: Trainer, state: dict[str, Any], config: SpeedtronicConfig) -> None:

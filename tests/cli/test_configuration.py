@@ -115,6 +115,7 @@ def test_validate_refuses_what_train_refuses_with_the_same_words(
         "no address": "distributed: {enabled: true, repo_id: here}\n",
         "no bucket": "distributed: {enabled: true, repo_id: 's3://'}\n",
         "a foreign option": "distributed: {enabled: true, repo_id: 'dir:///x', store_options: {region: x}}\n",
+        "a decay of another schedule": "scheduler: {decay_steps: 3}\n",
         "a jump": "max_steps: 20\nscheduler: {name: wsd, decay_steps: 30}\n",
     }
     for name, text in wrong.items():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -322,6 +323,24 @@ class Pipe(io.TextIOWrapper):
     def __init__(self, encoding: str) -> None:
         self.bytes = io.BytesIO()
         super().__init__(self.bytes, encoding=encoding)
+
+
+def test_a_wrong_key_of_a_run_is_said_of_the_key_alone(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    folder = run_yaml.parent / "out"
+    as_json = run_yaml.with_suffix(".json")
+    as_json.write_text(load_config(run_yaml).to_json(), encoding="utf-8")
+    for source in (folder, run_yaml, as_json):
+        assert main(["generate", str(source), "modl.dropout=0.1"]) == 2
+        said = capsys.readouterr().err
+        assert "not a configuration" not in said
+        assert "modl" in said.splitlines()[0]
+
+
+def test_weights_of_another_size_are_one_line(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    assert main(["generate", str(run_yaml), "model.d_model=64"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert re.search(r"has shape .* in the checkpoint and .*, and \d+ more; leave out model.d_model=64$", said.strip())
 
 
 def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -12,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from speedtronic.cli import configuration, main
-from speedtronic.cli.output import CountingFileSystem, age, counted, termination_unwinds, write_facts, write_table
+from speedtronic.cli.output import (
+    CountingFileSystem,
+    age,
+    counted,
+    prepare,
+    termination_unwinds,
+    write_facts,
+    write_table,
+)
 from speedtronic.durable.files import DamagedFileError
 
 # ---------------------------------------------------------------------- the standard output
@@ -220,3 +229,10 @@ def test_in_another_thread_nothing_is_changed() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_what_modules_log_is_printed_like_any_warning() -> None:
+    prepare()
+    assert logging.lastResort is not None
+    record = logging.LogRecord("speedtronic.data", logging.WARNING, "", 0, "reading %d batches again", (3,), None)
+    assert logging.lastResort.format(record) == "warning: reading 3 batches again"

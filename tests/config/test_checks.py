@@ -47,6 +47,8 @@ def test_a_dataset_of_the_users_decides_for_itself() -> None:
         ({"loss": "mse"}, "loss: mse compares numbers"),
         ({"loss": "mse", "data": {"dataset": "mine:make"}}, None),
         ({"loss": "cross_entropy"}, None),
+        ({"scheduler": {"name": "cosine", "decay_steps": 3}}, "scheduler.decay_steps: only wsd has a decay of its own"),
+        ({"scheduler": {"name": "wsd", "decay_steps": 3}}, None),
         ({"data": {"block_size": 8, "num_tokens": 7, "micro_batch_size": 1}}, "7 tokens are 0 blocks of 8"),
         ({"data": {"block_size": 8, "num_tokens": 16, "micro_batch_size": 2}}, None),
         ({"data": {"block_size": 8, "num_tokens": 15, "micro_batch_size": 2}}, "training needs at least 2"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speedtronic.errors import ConfigError, DataError, ModelError
-from speedtronic.trainer.loss import align_labels, count_labels, doubt_about, loss_by_name, resolve_loss
+from speedtronic.trainer.loss import align_labels, count_labels, doubt_about, has_no_target, loss_by_name, resolve_loss
 
 LOGITS = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 7, (2, 4), generator=torch.Generator().manual_seed(1))
@@ -129,6 +129,17 @@ def test_a_bare_row_of_scores_for_each_integer_label_is_refused(batch: Any) -> N
     assert resolve_loss({"loss": LOGITS[:, 0]}, batch) == LOGITS[:, 0].mean()
 
 
+def doubts_about(output: Any, batch: Any) -> list[str]:
+    said: list[str] = []
+
+    def warn(kind: str, message: str, when: Tensor | None = None) -> None:
+        if when is None or when.item():
+            said.append(message)
+
+    doubt_about(output, batch, warn)
+    return said
+
+
 @pytest.mark.parametrize(
     ("output", "batch"),
     [
@@ -142,11 +153,17 @@ def test_a_bare_row_of_scores_for_each_integer_label_is_refused(batch: Any) -> N
         (torch.zeros(2), (LOGITS, torch.zeros(2, 1))),
         ((torch.zeros(2), LOGITS), (LOGITS, torch.zeros(2))),
         (torch.zeros(2, 3, 4, 5), (LOGITS, torch.zeros(2, 4, 5, dtype=torch.long))),
+        (torch.zeros(2, 1), (LOGITS, torch.zeros(2, 1, dtype=torch.bool))),
+        (torch.zeros(2), {"x": LOGITS, "y": torch.zeros(2)}),
+        (torch.zeros(2), {"x": LOGITS, "target": torch.zeros(2, 1)}),
+        (torch.tensor([1.0, -1.0]), (LOGITS, CLASSES)),
+        (torch.tensor([1.0, -1.0]), {"x": LOGITS, "label": CLASSES}),
+        ((torch.tensor([1.0, -1.0]),), {"labels": LABELS}),
+        (-torch.ones(2, 4), {"labels": LABELS}),
     ],
 )
 def test_a_tensor_that_may_be_a_prediction_is_doubted(output: Any, batch: Any) -> None:
-    doubt = doubt_about(output, batch)
-    assert doubt is not None
+    (doubt,) = doubts_about(output, batch)
     assert "loss_fn" in doubt
 
 
@@ -159,12 +176,14 @@ def test_a_tensor_that_may_be_a_prediction_is_doubted(output: Any, batch: Any) -
         (torch.zeros(2), {"labels": LABELS}),
         (torch.zeros(2, 4), {"labels": LABELS}),
         (torch.zeros(8), {"labels": LABELS}),
+        (torch.zeros(8, 1), {"labels": LABELS}),
+        (torch.tensor([1.0, -1.0]), {"x": LOGITS}),
         ((LOGITS,), {"labels": LABELS}),
         ({"loss": LOGITS}, {"labels": LABELS}),
     ],
 )
 def test_a_loss_for_each_sample_or_integer_label_is_not_doubted(output: Any, batch: Any) -> None:
-    assert doubt_about(output, batch) is None
+    assert doubts_about(output, batch) == []
 
 
 # ---------------------------------------------------------------- a loss for each label
@@ -203,6 +222,7 @@ def in_doubt(loss: Tensor, labels: Tensor) -> tuple[float, list[str]]:
     def warn(kind: str, message: str, when: Tensor | None = None) -> None:
         if when is None or when.item():
             assert "return" in message.lower()
+            assert "loss has" in message
             said.append(kind)
 
     return resolve_loss(None, {"labels": labels}, lambda *_: loss, warn=warn).item(), said
@@ -253,6 +273,37 @@ def test_a_loss_that_is_not_zero_at_ignored_labels_is_taken_in_their_order_and_t
     assert in_doubt(SQUARE + 1, SQUARE_LABELS.clamp(min=0))[1] == []
     assert in_doubt(torch.ones(3, 3), torch.tensor([[1, 1, -100], [1, 1, 1], [-100, 1, 1]])) == (1.0, [])
     assert in_doubt(torch.full((2, 2), torch.nan), torch.full((2, 2), -100)) == (0.0, [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "flat_labels"),
+    [((3, 5), True), ((15,), True), ((15, 1), False), ((1, 15), False), ((3, 5, 1), False), ((3, 5, 1), True)],
+)
+def test_a_loss_of_as_many_values_as_labels_is_averaged_over_the_targets_in_any_shape(
+    shape: tuple[int, ...], flat_labels: bool
+) -> None:
+    """The mean over all values would be 3/5 of the right one."""
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(3, 5, 7, generator=generator), torch.randint(0, 7, (3, 5), generator=generator)
+    labels[:, 3:] = -100
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    given = labels.flatten() if flat_labels else labels
+    right = pytest.approx(each.sum().item() / 9)
+    assert in_doubt(each.view(shape), given) == (right, [])
+    # Labels in the order (T, B) of a loss (B, T): its zeros tell.
+    assert in_doubt(each.view(3, 5), labels.T.flatten()) == (right, ["order of a loss"])
+
+
+def test_a_loss_per_sample_of_a_loss_fn_that_does_not_ignore_minus_100_is_averaged_over_all_and_that_is_said() -> None:
+    """Targets of a regression may be the integer -100; those of a classifier are left out, as its loss is 0 there."""
+    labels, prediction = torch.tensor([150, -100, 7]), torch.tensor([0.0, 2.0, 7.0])
+    each = (prediction - labels) ** 2
+    for shape in ((3,), (3, 1)):
+        assert in_doubt(each.view(shape), labels) == (pytest.approx((150**2 + 102**2) / 3), ["labels of -100"])
+    assert in_doubt(torch.tensor([3.0, 0.0, 5.0]), labels) == (4.0, [])
+    assert in_doubt(torch.tensor([3.0, torch.nan, 5.0]), labels) == (4.0, [])
+    # What a model returns for each label is a loss of labels, of which -100 is none.
+    assert resolve_loss({"loss": each}, {"labels": labels}) == 150**2 / 2
 
 
 def test_the_gradient_of_a_loss_in_another_order_reaches_all_its_targets() -> None:
@@ -333,6 +384,66 @@ def test_mse_compares_element_by_element_and_never_each_with_each() -> None:
         assert named("mse")(prediction[:, 0], {"labels": targets}).item() == pytest.approx(right)
 
 
+SQUARE_LOGITS = torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(2))
+ONE_MORE = torch.randn(4, 7, 6, generator=torch.Generator().manual_seed(2))
+SIX = torch.randint(0, 6, (4, 6), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("logits", [SQUARE_LOGITS, ONE_MORE])
+def test_cross_entropy_does_not_guess_which_dimension_has_the_classes(logits: Tensor) -> None:
+    """(4, 6, 6) and (4, 7, 6) are (B, T, classes) as well as (B, classes, T), for labels (4, 6)."""
+    with pytest.raises(DataError, match=r"which dimension has the classes.*package.module:function"):
+        named("cross_entropy")(logits, (torch.zeros(4, 6), SIX))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "inputs", None])
+def test_cross_entropy_takes_the_last_dimension_for_the_classes_of_ids_of_tokens(name: str | None) -> None:
+    batch: Any = (SIX, SIX) if name is None else {name: SIX, "labels": SIX}
+    right = F.cross_entropy(SQUARE_LOGITS.transpose(1, 2), SIX)
+    torch.testing.assert_close(named("cross_entropy")(SQUARE_LOGITS, batch), right)
+
+
+def test_cross_entropy_takes_the_classes_where_they_were_in_the_batch_before() -> None:
+    """Batches that are padded to their own length have the same sizes by chance."""
+    loss = named("cross_entropy")
+    loss(torch.zeros(4, 6, 9), (torch.zeros(4, 9), torch.zeros(4, 9, dtype=torch.long)))
+    torch.testing.assert_close(loss(SQUARE_LOGITS, (torch.zeros(4, 6), SIX)), F.cross_entropy(SQUARE_LOGITS, SIX))
+    loss(torch.zeros(4, 9, 6), (torch.zeros(4, 9), torch.zeros(4, 9, dtype=torch.long)))
+    right = F.cross_entropy(SQUARE_LOGITS.transpose(1, 2), SIX)
+    torch.testing.assert_close(loss(SQUARE_LOGITS, (torch.zeros(4, 6), SIX)), right)
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(3, dtype=torch.long), torch.ones(3, 1)])
+def test_cross_entropy_of_one_class_is_refused(labels: Tensor) -> None:
+    with pytest.raises(ModelError, match=r"one class is always 0.*binary_cross_entropy_with_logits"):
+        named("cross_entropy")(torch.zeros(3, 1), (None, labels))
+
+
+@pytest.mark.parametrize("wrong", [7, -1])
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 3, 3)])
+def test_a_label_that_is_no_class_is_an_error_that_names_it(shape: tuple[int, ...], wrong: int) -> None:
+    labels = torch.zeros(shape, dtype=torch.long)
+    labels[2] = -100
+    labels[(1, *[0] * (len(shape) - 1))] = wrong
+    logits = torch.zeros(4, 5, *shape[1:])
+    with pytest.raises(DataError, match=rf"label {wrong} at \(1,.* is none of the 5 classes .* 0 to 4 \(1 such"):
+        named("cross_entropy")(logits, (None, labels))
+    if len(shape) == 2:
+        with pytest.raises(DataError, match=rf"label {wrong} at \(1, 0\)"):
+            resolve_loss({"logits": torch.zeros(4, 3, 5)}, {"labels": labels})
+
+
+def test_labels_are_found_under_any_of_their_names() -> None:
+    for name in ("labels", "label", "targets", "target"):
+        batch = {"x": LOGITS, name: torch.tensor([3, -100])}
+        assert count_labels(batch) == 1
+        assert align_labels(batch).keys() == batch.keys()
+        torch.testing.assert_close(
+            named("cross_entropy")(LOGITS[:, 0], batch), F.cross_entropy(LOGITS[:1, 0], CLASSES[:1])
+        )
+    assert count_labels({"labels": CLASSES, "target": LABELS}) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "output", "batch", "said"),
     [
@@ -366,6 +477,13 @@ def test_labels_are_counted_without_the_ignored_ones() -> None:
     labels[0, :3] = -100
     assert count_labels({"labels": labels}).item() == 5
     assert count_labels((LABELS, labels)).item() == 5
+
+
+def test_a_batch_without_a_target_is_known_by_its_labels() -> None:
+    for labels, none in ((LABELS, False), (torch.full_like(LABELS, -100), True), (torch.tensor([-100, 0]), False)):
+        assert has_no_target({"labels": labels}) == torch.tensor(none)
+    for labels in (torch.full((2,), -100.0), torch.full((2,), 156, dtype=torch.uint8), LABELS[:0]):
+        assert has_no_target((None, labels)) is None
 
 
 def test_counting_labels_of_a_batch_without_any_names_the_remedy() -> None:

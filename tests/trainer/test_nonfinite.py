@@ -143,3 +143,31 @@ def test_skip_and_ignore_continue_after_a_nan_loss(policy: str) -> None:
     assert events.of("nonfinite")[0]["action"] == policy
     finite = all(torch.isfinite(parameter).all() for parameter in ours.model.parameters())
     assert finite is (policy == "skip")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_without_a_target_is_named_as_the_cause_of_a_nan(fused: bool) -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 5)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.embed(input_ids).flatten(0, 1), labels.flatten())
+
+    ids = torch.ones(2, 3, dtype=torch.long)
+    batches = [{"input_ids": ids, "labels": labels} for labels in (ids, torch.full_like(ids, -100), ids)]
+
+    def trainer(**config: Any) -> Trainer:
+        model = Mean()
+        return make_trainer(
+            model, batches, config=config, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        )
+
+    with pytest.raises(NonFiniteError, match=r"step 2: .*all labels of a batch are -100.*loss_normalization: tokens"):
+        trainer().fit(3)
+    assert trainer(data={"loss_normalization": "tokens"}).fit(3).steps == 3
+    with torch.no_grad():
+        (broken := trainer()).model.embed.weight.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match=r"step 1: .*Lower the learning rate"):
+        broken.fit(3)

@@ -53,6 +53,15 @@ def test_what_is_no_optimizer_is_refused(model: torch.nn.Linear) -> None:
             trainer(wrong, model)
 
 
+def test_a_scheduler_of_another_optimizer_is_refused(model: torch.nn.Linear) -> None:
+    optimizer, other = sgd(model), sgd(model)
+    step = lr_scheduler.StepLR(other, 1)
+    for wrong in (step, lr_scheduler.ChainedScheduler([step]), lr_scheduler.SequentialLR(other, [step], [])):
+        with pytest.raises(ConfigError, match=r"^scheduler: the \w+ was made for another optimizer"):
+            trainer(optimizer, model, wrong)
+    trainer(CautiousOptimizer(optimizer), model, lr_scheduler.StepLR(optimizer, 1))
+
+
 def test_a_scheduler_that_needs_the_loss_is_refused(model: torch.nn.Linear) -> None:
     optimizer = sgd(model)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer)

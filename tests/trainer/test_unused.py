@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from speedtronic.checkpoint import CheckpointManager
+from speedtronic.data import build_data
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
 from speedtronic.optimizers import CautiousOptimizer
 from speedtronic.precision import resolve_precision
+from speedtronic.registry import registry
 from speedtronic.runtime import build_logger, build_optimizer, build_runtime, build_scheduler
 from speedtronic.trainer import Callback, Trainer
 from tests.support.models import Coordinator, Events, Regression, config_of, make_trainer, regression_batches
@@ -34,11 +36,16 @@ NODE = {"enabled": True, "repo_id": "folder:/nowhere", "role": "worker"}
         ({"eval": {"every_steps": 1}}, "eval.every_steps", "pass evaluator=speedtronic.evaluation.HeldOutLoss"),
         ({"eval": {"batches": 4, "at_end": True}}, "eval.batches", "pass evaluator="),
         ({"optimizer": {"lr": 0.1, "name": "muon"}}, "optimizer.name, optimizer.lr", "runtime.build_optimizer("),
-        ({"optimizer": {"weight_decay": 0.1}}, "optimizer.weight_decay", "has its own options"),
+        ({"optimizer": {"weight_decay": 0.1}}, "optimizer.weight_decay", "was not made by it"),
         ({"scheduler": {"name": "wsd"}}, "scheduler.name", "no scheduler was passed; pass scheduler="),
         ({"checkpoint": {"every_steps": 500}}, "checkpoint.every_steps", "pass checkpoint_manager="),
         ({"distributed": NODE}, "distributed", "pass coordinator="),
         ({"callbacks": ["package.module:factory"]}, "callbacks", "pass callbacks="),
+        ({"data": {"shuffle": True, "num_workers": 2}}, "data.num_workers, data.shuffle", "pass dataloader="),
+        ({"data": {"shards": "folder"}}, "data.shards", "the dataloader that was passed was not made by it"),
+        ({"data": {"validation_fraction": 0.2, "seed": 1}}, "data.validation_fraction, data.seed", "dataloader="),
+        ({"model": {"name": "mine"}}, "model.name", "pass model=speedtronic.build_model(config)"),
+        ({"plugins": ["mine"]}, "plugins", "pass model="),
         ({"ooo_backprop": True}, "ooo_backprop", "not part of this version yet"),
     ],
 )
@@ -46,6 +53,17 @@ def test_keys_without_their_part_are_named_with_what_to_pass(config: Any, keys: 
     (said,) = said_of(config)
     assert f"warning: {keys}: " in said
     assert remedy in said
+    assert "set data.validation_fraction" not in said
+
+
+def test_a_loader_and_a_model_that_were_built_by_the_configuration_follow_it() -> None:
+    sizes = {"vocab_size": 16, "max_seq_len": 8, "n_layer": 1, "n_head": 1, "d_model": 8}
+    config = config_of(model=sizes | {"name": "of a test"}, plugins=["mine"], data={"shuffle": True})
+    registry.register("of a test", lambda section: Regression(), replace=True)
+    model = registry.build(config.model)
+    loader = build_data(config, pin_memory=False).train
+    for whole in (model, torch.nn.DataParallel(model)):
+        assert said_of(config, model=whole, batches=loader) == []
 
 
 def test_what_the_trainer_acts_on_by_itself_is_not_spoken_of() -> None:
@@ -88,7 +106,7 @@ def test_an_optimizer_and_a_scheduler_that_were_built_by_the_configuration_follo
     own = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     (said,) = said_of(config, optimizer=optimizer, scheduler=own)
     assert "scheduler.name: " in said
-    assert "the scheduler that was passed has its own options" in said
+    assert "the scheduler that was passed was not made by it" in said
 
 
 def test_a_loss_beside_a_loss_fn_and_log_files_without_their_logger_are_said(

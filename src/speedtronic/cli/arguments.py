@@ -212,9 +212,17 @@ def load_config_of_run(source: Path, overrides: Sequence[str] = ()) -> NamedRun:
     try:
         return find_run(source, overrides)
     except ConfigError as error:
-        if source.suffix in _YAML or not source.exists():
+        if source.suffix in _YAML or source.is_dir() or not source.exists() or (overrides and _loads(source)):
             raise
         raise ConfigError(f"{source}: not a configuration; name the folder of a run or its YAML\n{error}") from error
+
+
+def _loads(source: Path) -> bool:
+    try:
+        find_run(source)
+    except ConfigError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------- the checkpoints of a run

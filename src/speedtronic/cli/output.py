@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import signal
@@ -42,8 +43,11 @@ class OutputError(SpeedtronicError):
 def prepare() -> None:
     """Make whatever is printed from here on printable.
 
-    Without a standard output it goes nowhere, and a character that the encoding lacks is escaped.
+    Without a standard output it goes nowhere, and a character that the encoding lacks is escaped. What our own modules
+    or a library log looks like any other warning.
     """
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
     if sys.stdout is None:  # as it is when the shell closed it: `>&-`
         # Also keeps the descriptor of the standard output from becoming that of the next file that is opened.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process

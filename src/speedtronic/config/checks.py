@@ -70,6 +70,11 @@ def refuse_what_cannot_be_trained(config: SpeedtronicConfig, registered: Collect
     """
     refuse_what_is_not_built(config)
     problems = [*_not_built_in(config, registered), *beyond_the_model(config), *_wrong_sources(config)]
+    if config.scheduler.decay_steps is not None and config.scheduler.name != "wsd":
+        problems.append(
+            f"scheduler.decay_steps: only wsd has a decay of its own, and scheduler.name is {config.scheduler.name}; "
+            "remove it, or set scheduler.name: wsd"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 

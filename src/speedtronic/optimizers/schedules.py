@@ -55,11 +55,16 @@ def _linear(config: SchedulerConfig, step: int) -> float:
     return floor + (1 - floor) * (1 - _progress(config, step))
 
 
-def _wsd(config: SchedulerConfig, step: int) -> float:
-    floor, horizon = config.min_lr_ratio, _horizon(config)
+def wsd_decay_steps(config: SchedulerConfig) -> int:
+    """The number of updates at the end of a `wsd` schedule in which it decays."""
+    horizon = _horizon(config)
     last_part = min(round(DEFAULT_DECAY_FRACTION * horizon), horizon - config.warmup_steps)
-    decay_steps = config.decay_steps or max(1, last_part)
-    remaining = min(1.0, max(0.0, (horizon - step) / decay_steps))
+    return config.decay_steps or max(1, last_part)
+
+
+def _wsd(config: SchedulerConfig, step: int) -> float:
+    floor = config.min_lr_ratio
+    remaining = min(1.0, max(0.0, (_horizon(config) - step) / wsd_decay_steps(config)))
     return floor + (1 - floor) * remaining
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from speedtronic.errors import ModelError
 from speedtronic.model.wrappers import forward_signature, innermost
 from speedtronic.precision import PrecisionPlan, autocast_context
-from speedtronic.trainer.loss import LossFunction, doubt_about, resolve_loss
+from speedtronic.trainer.loss import LossFunction, doubt_about, has_no_target, resolve_loss
 
 
 class Once:
@@ -164,6 +164,7 @@ class Forward:
         self._plan = plan
         self._loss_fn = loss_fn
         self._once = Once(warn)
+        self._no_target: Tensor | None = None
         self._title = f"{_class_name(innermost(model))}.forward"
         self._signature = forward_signature(model)
         parameters = self._signature.parameters.values() if self._signature is not None else ()
@@ -188,8 +189,9 @@ class Forward:
         with autocast_context(self._plan):
             output = self.call(model, batch)
             loss = resolve_loss(output, batch, self._loss_fn, warn=self._once)
-            if self._loss_fn is None and (doubt := doubt_about(output, batch)) is not None:
-                self._once("loss", doubt)
+            if self._loss_fn is None:
+                doubt_about(output, batch, self._once)
+            self._note_without_target(loss.detach(), batch)
             return loss
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
@@ -211,6 +213,16 @@ class Forward:
     def settle(self) -> None:
         """Say what only the device knew of the outputs so far. It is read where there may be something to say."""
         self._once.settle()
+
+    def met_no_target(self) -> bool:
+        """Whether a batch that was trained on had labels, but no target, and a loss that is NaN. Reads the device."""
+        return self._no_target is not None and bool(self._no_target)
+
+    def _note_without_target(self, loss: Tensor, batch: Any) -> None:
+        # The answer stays on the device until it is asked for. Nobody asks in an evaluation.
+        if torch.is_grad_enabled() and (none := has_no_target(batch)) is not None:
+            found = loss.isnan() & none
+            self._no_target = found if self._no_target is None else self._no_target | found
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(batch, Mapping):

@@ -5,7 +5,7 @@ The data contract: labels are next-token aligned, one per position, and an integ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ class Warn(Protocol):
     def __call__(self, kind: str, message: str, when: Tensor | None = None) -> None: ...
 
 
+LABELS = ("labels", "label", "targets", "target")
+"""The keys of a mapping that may hold its labels; the first that does counts."""
+
 # The dtypes that can hold -100. In any other every label is a target: also the float -100.0, which is a number to
 # predict, and the unsigned 156, which torch takes for equal to -100.
 _SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
@@ -36,14 +39,18 @@ _REMEDY = (
 
 
 def batch_labels(batch: Any) -> Tensor | None:
-    """The labels of a batch: `batch["labels"]` of a mapping, the second field of a tuple or list."""
+    """The labels of a batch: a mapping's first tensor under one of `LABELS`, the second field of a tuple or list."""
     if isinstance(batch, Mapping):
-        labels = batch.get("labels")
+        labels = batch.get(_labels_key(batch))
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
         labels = batch[1]
     else:
         labels = None
     return labels if isinstance(labels, Tensor) else None
+
+
+def _labels_key(batch: Mapping[Any, Any]) -> str:
+    return next((key for key in LABELS if isinstance(batch.get(key), Tensor)), LABELS[0])
 
 
 def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *, warn: Warn | None = None) -> Tensor:
@@ -58,7 +65,8 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
 
     A loss that is not a scalar is averaged: over the labels that are not -100 where it has one value for each integer
     label, in the order of the labels or with their dimensions in another order, such as (T, B); else over all its
-    values. `warn` is told where this may not be meant.
+    values. So it is where `loss_fn` gives one value for each sample, and not 0 where the label is -100: there -100 is a
+    number to predict. `warn` is told where this may not be meant.
 
     Raises:
         ModelError: no rule finds a loss in `output`.
@@ -73,6 +81,8 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
     labels = batch_labels(batch)
     orders = [] if labels is None or labels.dtype not in _SIGNED else _orders(loss, labels != IGNORE_INDEX)
     if orders:
+        if loss_fn is not None and len(orders) == 1 and loss.numel() == loss.shape[0]:
+            return _mean_over_samples(loss, orders[0], warn)
         return _mean_over_targets(loss, orders, warn)
     # One value for each sample is a mean of its own; more than that are values of tokens. `doubt_about` is for a
     # tensor that the model returned as it is.
@@ -91,14 +101,51 @@ def _orders(loss: Tensor, targets: Tensor) -> list[Tensor]:
     """Where the targets may be in a loss with one value for each label: masks in the loss's shape.
 
     The dimensions of the labels come first in their own order, then in each other one that has the loss's shape too,
-    but for dimensions of 1. A loss that is one row may have any of them. The list is empty where the loss is none of
-    each label.
+    but for dimensions of 1. Where none has it, as of a loss or labels in one row, any order may be meant. The list is
+    empty where the loss is none of each label.
     """
     if loss.numel() != targets.numel():
         return []
     targets, sizes = targets.squeeze(), loss.squeeze().shape
-    moved = (targets.permute(order) for order in permutations(range(targets.ndim)))
-    return [mask.reshape(loss.shape) for mask in moved if loss.ndim == 1 or mask.shape == sizes]
+    if targets.ndim <= 1 < len(sizes):
+        # The labels are the row. They may follow the dimensions of the loss in any order.
+        rows = (targets.reshape([sizes[i] for i in order]).permute(_inverse(order)) for order in _all_orders(sizes))
+        return [mask.reshape(loss.shape) for mask in rows]
+    moved = [targets.permute(order) for order in _all_orders(targets.shape)]
+    return [mask.reshape(loss.shape) for mask in [mask for mask in moved if mask.shape == sizes] or moved]
+
+
+def _all_orders(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return permutations(range(len(sizes)))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _mean_over_samples(loss: Tensor, targets: Tensor, warn: Warn | None) -> Tensor:
+    """The mean of one value for each sample, without labels of -100 if it is 0 at all of them.
+
+    A loss that ignores them is. Any other one has taken -100 for a number to predict, as a regression on integers does.
+    """
+    values = loss.detach()
+    predicted = ((values != 0) & values.isfinite() & ~targets).any()
+    if warn is not None:
+        warn(
+            "labels of -100",
+            f"the loss has one value for each sample, and is not 0 at a label of {IGNORE_INDEX}: so these are numbers "
+            "to predict, and it is averaged over all samples; where they are no targets, return 0 for them, as "
+            'cross_entropy(…, reduction="none") does, or a scalar',
+            predicted,
+        )
+    return _mean(loss, targets | predicted)
+
+
+def _mean(loss: Tensor, counted: Tensor, by: Tensor | None = None) -> Tensor:
+    """The sum of the values of a loss that count, divided by the true ones of `by`; else by their own number."""
+    # A sum of half-precision values may be beyond their range.
+    wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    return wide.masked_fill(~counted, 0.0).sum() / (counted if by is None else by).sum().clamp(min=1)
 
 
 def _mean_over_targets(loss: Tensor, orders: list[Tensor], warn: Warn | None) -> Tensor:
@@ -109,8 +156,6 @@ def _mean_over_targets(loss: Tensor, orders: list[Tensor], warn: Warn | None) ->
     device for it.
     """
     targets, *others = orders
-    # A sum of half-precision values may be beyond their range.
-    wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
     counted = targets
     if others:
         values = loss.detach() != 0
@@ -133,7 +178,7 @@ def _mean_over_targets(loss: Tensor, orders: list[Tensor], warn: Warn | None) ->
                 'cross_entropy(…, ignore_index=-100, reduction="none") does',
                 ~own & ~moved & matters,
             )
-    return wide.masked_fill(~counted, 0.0).sum() / targets.sum().clamp(min=1)
+    return _mean(loss, counted, by=targets)
 
 
 def _infer_loss(output: Any, batch: Any) -> Tensor:
@@ -172,17 +217,18 @@ def _causal_loss(logits: Tensor, batch: Any) -> Tensor:
         raise DataError("the model returned logits and the batch has no labels to compare them with")
     if labels.is_floating_point():
         raise DataError(f"the model returned logits of tokens, and the labels are {labels.dtype} instead of integers")
-    return causal_cross_entropy(logits, labels)
+    return _compared(causal_cross_entropy, logits, labels, logits.shape[-1])
 
 
 def _refuse_class_scores(output: Tensor, batch: Any) -> None:
     """Refuse a bare (B, C) output with integer labels (B,): nobody wants the mean of the scores of classes.
 
-    Where a mapping has no `labels`, one integer for each sample under any name counts as one.
+    Where a mapping has no labels, one integer for each sample under any name counts as one.
     """
     if output.ndim != 2 or output.shape[1] < 2 or not output.is_floating_point():
         return
-    columns = batch if isinstance(batch, Mapping) and "labels" not in batch else {"labels": batch_labels(batch)}
+    labels = batch_labels(batch)
+    columns = batch if isinstance(batch, Mapping) and labels is None else {"labels": labels}
     for name, labels in columns.items():
         if isinstance(labels, Tensor) and labels.shape == output.shape[:1] and not labels.is_floating_point():
             raise ModelError(
@@ -191,25 +237,31 @@ def _refuse_class_scores(output: Tensor, batch: Any) -> None:
             )
 
 
-def doubt_about(output: Any, batch: Any) -> str | None:
-    """What may be wrong about taking a tensor that is no scalar for the loss, as `resolve_loss` does; None if nothing.
+def doubt_about(output: Any, batch: Any, warn: Warn) -> None:
+    """Tell `warn` where a tensor that is no scalar may be wrongly taken for the loss, as `resolve_loss` does.
 
     One value per sample, and one per integer label, are what `reduction="none"` gives. Anything else may as well be
-    what the model predicts.
+    what the model predicts, and so may a tensor in the shape of numbers of the batch. Losses below 0 beside labels
+    are rare.
     """
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor) or first.ndim == 0 or (first.ndim > 1 and first is not output):
-        return None
+        return
+    message = f"the model returned a tensor of shape {tuple(first.shape)}, which is averaged as the loss"
+    remedy = f"if it holds logits or other predictions, {_REMEDY}"
     labels = batch_labels(batch)
-    floating = labels is not None and labels.is_floating_point()
-    if first.ndim == 1 and not (labels is not None and floating and first.numel() == labels.numel()):
-        return None
-    if labels is not None and first.shape == labels.shape and not floating:
-        return None
-    return (
-        f"the model returned a tensor of shape {tuple(first.shape)}, which is averaged as the loss; if it holds logits "
-        f"or other predictions, {_REMEDY}"
+    columns = batch.values() if isinstance(batch, Mapping) and labels is None else [labels]
+    of_a_number = any(
+        isinstance(column, Tensor)
+        and (column.is_floating_point() or column.dtype is torch.bool)
+        and column.numel() == first.numel()
+        for column in columns
     )
+    of_tokens = labels is not None and labels.ndim > 1 and labels.numel() == first.numel()
+    if of_a_number or (first.ndim > 1 and not of_tokens):
+        warn("loss", f"{message}; {remedy}")
+    elif labels is not None:
+        warn("loss", f"{message}, and has values below 0; {remedy}", (first.detach() < 0).any())
 
 
 # ---------------------------------------------------------------------- losses by name
@@ -223,38 +275,103 @@ def loss_by_name(name: str | None) -> LossFunction | None:
     """
     if name is None:
         return None
-    named: dict[str, LossFunction] = {"cross_entropy": _cross_entropy, "mse": _mean_squared_error}
-    return named.get(name) or import_factory(name, key="loss")
+    if name == "cross_entropy":
+        return _CrossEntropy()
+    return _mean_squared_error if name == "mse" else import_factory(name, key="loss")
 
 
-def _cross_entropy(output: Any, batch: Any) -> Tensor:
+class _CrossEntropy:
     """Mean cross-entropy of logits (B, V) and labels (B,), (B, T, V) and (B, T) or (B, T - 1), (B, V, …) and (B, …).
 
     Labels of -100 are left out; if all are, the loss is a zero with a gradient graph. Floating labels in the shape of
     the logits are probabilities of the classes.
+
+    Two of these can have the same sizes: logits (B, 6, 6) and labels (B, 6). Then the classes are the last dimension
+    where the batch has ids of tokens (B, T), or else where they were in the batch before; without one it is an error.
     """
-    logits, labels = _prediction(output, "cross_entropy"), _needed_labels(batch, "cross_entropy")
-    if labels.is_floating_point():
-        if labels.shape != logits.shape:
+
+    def __init__(self) -> None:
+        self._classes_last: bool | None = None
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        logits, labels = _prediction(output, "cross_entropy"), _needed_labels(batch, "cross_entropy")
+        shapes = f"logits of shape {tuple(logits.shape)} with labels of shape {tuple(labels.shape)}"
+        if labels.is_floating_point():
+            if labels.shape != logits.shape or logits.ndim < 2:
+                raise DataError(
+                    f"loss: cross_entropy compares logits of shape {tuple(logits.shape)} with integer labels, or with "
+                    f"probabilities of the same shape, not with {labels.dtype} of shape {tuple(labels.shape)}"
+                )
+            _refuse_one_class(logits, classes=logits.shape[1])
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return F.cross_entropy(wide, labels.to(wide.dtype))
+        # The last dimension has the classes in a language model, the second one in torch's own function.
+        last = logits.ndim == 3 and labels.shape in (logits.shape[:2], (logits.shape[0], logits.shape[1] - 1))
+        second = logits.ndim >= 2 and labels.shape == (logits.shape[0], *logits.shape[2:])
+        if last and second:
+            if not _has_ids(batch, logits) and self._classes_last is None:
+                raise DataError(
+                    f"loss: cross_entropy cannot tell which dimension has the classes, comparing {shapes}: (B, T, "
+                    "classes) and (B, classes, T) fit; name a function of your own as package.module:function, such as "
+                    "one that returns torch.nn.functional.cross_entropy(output, labels) for (B, classes, T)"
+                )
+            last = _has_ids(batch, logits) or self._classes_last is True
+        elif logits.ndim == 3 and (last or second):
+            self._classes_last = last
+        elif not second:
             raise DataError(
-                f"loss: cross_entropy compares logits of shape {tuple(logits.shape)} with integer labels, or with "
-                f"probabilities of the same shape, not with {labels.dtype} of shape {tuple(labels.shape)}"
+                f"loss: cross_entropy cannot compare {shapes}: it needs (B, classes) and (B,), (B, T, classes) and "
+                "(B, T), or (B, classes, …) and (B, …)"
             )
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, labels.to(wide.dtype))
-    # The last dimension has the classes where it can, as in a language model.
-    if logits.ndim == 3 and labels.ndim == 2 and labels.shape[1] in (logits.shape[1], logits.shape[1] - 1):
-        return causal_cross_entropy(logits, labels)
-    if logits.ndim < 2 or (logits.shape[0], *logits.shape[2:]) != tuple(labels.shape):
-        raise DataError(
-            f"loss: cross_entropy cannot compare logits of shape {tuple(logits.shape)} with labels of shape "
-            f"{tuple(labels.shape)}: it needs (B, classes) and (B,), (B, T, classes) and (B, T), or (B, classes, …) "
-            "and (B, …)"
-        )
+        classes = logits.shape[-1 if last else 1]
+        _refuse_one_class(logits, classes)
+        return _compared(causal_cross_entropy if last else _mean_cross_entropy, logits, labels, classes)
+
+
+def _mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     targets = labels.long()
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+
+
+def _has_ids(batch: Any, logits: Tensor) -> bool:
+    """Whether the inputs of a batch are ids of tokens (B, T), one for each row of the logits (B, T, V)."""
+    ids = batch.get("input_ids", batch.get("inputs")) if isinstance(batch, Mapping) else batch[0]
+    return (
+        isinstance(ids, Tensor)
+        and ids.shape == logits.shape[:2]
+        and not ids.is_floating_point()
+        and ids.dtype is not torch.bool
+    )
+
+
+def _refuse_one_class(logits: Tensor, classes: int) -> None:
+    if classes == 1:
+        raise ModelError(
+            f"loss: cross_entropy of one class is always 0, and the model returned {tuple(logits.shape)}: return a "
+            "score for each of the two classes or more, or, for one score of yes or no, name a function of your own as "
+            "package.module:function that returns torch.nn.functional.binary_cross_entropy_with_logits"
+        )
+
+
+def _compared(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """`compare(logits, labels)`, where a label that is no class is an error that says which.
+
+    Only CPUs tell. Elsewhere the check would wait for the device, and torch's own assertion ends the process.
+    """
+    try:
+        return compare(logits, labels)
+    except IndexError:
+        wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= classes))
+        if not wrong.any():
+            raise
+        place = tuple(wrong.nonzero()[0].tolist())
+        raise DataError(
+            f"the label {int(labels[place])} at {place} of a batch with labels of shape {tuple(labels.shape)} is none "
+            f"of the {classes} classes of the logits, which are 0 to {classes - 1} ({int(wrong.sum())} such labels "
+            f"there): let the model return a score for each class, or label what is no target {IGNORE_INDEX}"
+        ) from None
 
 
 def _mean_squared_error(output: Any, batch: Any) -> Tensor:
@@ -300,8 +417,8 @@ def _needed_labels(batch: Any, name: str) -> Tensor:
     if labels is None:
         found = f"has {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "is no pair of tensors"
         raise DataError(
-            f"loss: {name} compares with the labels of a batch, which are its 'labels' or its second field, and the "
-            f"batch {found}: name the column of the targets 'labels', or name a function of your own as "
+            f"loss: {name} compares with the labels of a batch, which are its {', '.join(LABELS)} or its second field, "
+            f"and the batch {found}: name the column of the targets 'labels', or name a function of your own as "
             "package.module:function"
         )
     return labels
@@ -327,6 +444,15 @@ def count_labels(batch: Any) -> Tensor:
     return labels.new_full((), labels.numel(), dtype=torch.int64)
 
 
+def has_no_target(batch: Any) -> Tensor | None:
+    """A 0-dim bool tensor: whether all labels of a batch are -100. None where it has no labels that can be."""
+    labels = batch_labels(batch)
+    if labels is None or labels.dtype not in _SIGNED or labels.numel() == 0:
+        return None
+    # Cheaper than counting, since this is asked of each micro batch. No label is smaller.
+    return labels.amax() == IGNORE_INDEX
+
+
 def align_labels(batch: Any) -> Any:
     """Turn labels that repeat the inputs (`data.labels: unshifted`) into next-token aligned ones.
 
@@ -343,7 +469,7 @@ def align_labels(batch: Any) -> Any:
     aligned = torch.full_like(labels, IGNORE_INDEX, dtype=torch.int64)
     aligned[..., :-1] = labels[..., 1:]
     if isinstance(batch, Mapping):
-        return {**batch, "labels": aligned}
+        return {**batch, _labels_key(batch): aligned}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(batch[0], aligned, *batch[2:])  # type: ignore[call-arg]  # a named tuple's fields
     return type(batch)([batch[0], aligned, *batch[2:]])

@@ -91,8 +91,15 @@ class NonFiniteGuard:
         self.put_buffers_back(bad)
 
 
-def nonfinite_error(step: int, *, loss: float, norm: float) -> NonFiniteError:
-    """The error that ends a run under the policy `stop`."""
+def nonfinite_error(step: int, *, loss: float, norm: float, no_target: bool = False) -> NonFiniteError:
+    """The error that ends a run under the policy `stop`; `no_target` where the loss was a mean over no label."""
+    if no_target:
+        return NonFiniteError(
+            f"step {step}: the loss is {loss:g}, since all labels of a batch are -100 and the model's own mean over no "
+            "target is NaN; the weights are those of the step before. Leave such batches out of the data, return a "
+            "loss of 0 for them, or set data.loss_normalization: tokens, which gives them no weight",
+            step=step,
+        )
     return NonFiniteError(
         f"step {step}: the loss is {loss:g} and the gradient norm {norm:g}; the weights are those of the step before. "
         "Lower the learning rate, set optimizer.grad_clip, or look at the data; run.on_nonfinite: skip leaves such "

@@ -128,9 +128,9 @@ class Trainer:
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
-        parts = dict[str, Any](optimizer=optimizer, scheduler=scheduler, evaluator=evaluator, logger=logger)
-        parts |= {"checkpoint_manager": checkpoint_manager, "coordinator": coordinator, "loss_fn": loss_fn}
-        for problem in unused_keys(self.config, parts | {"callbacks": callbacks or None}):
+        parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=optimizer, scheduler=scheduler)
+        parts |= dict(checkpoint_manager=checkpoint_manager, coordinator=coordinator, loss_fn=loss_fn, logger=logger)
+        for problem in unused_keys(self.config, parts | {"evaluator": evaluator, "callbacks": callbacks or None}):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:
@@ -399,7 +399,8 @@ class Trainer:
         # By now the loop may have counted later updates too. None of them was applied, so none is counted.
         move_schedule(self.optimizer, self.scheduler, step - 1 - self.step)
         self.step = step - 1
-        raise nonfinite_error(step, loss=loss, norm=norm)
+        no_target = self.config.data.loss_normalization != "tokens" and self._forward.met_no_target()
+        raise nonfinite_error(step, loss=loss, norm=norm, no_target=no_target)
 
     def _act_between_steps(self, fit: Fit) -> None:
         """Let the callbacks act, evaluate, and save: a checkpoint holds what the others did and measured.
@@ -476,5 +477,4 @@ class Trainer:
         self._callbacks.load_state_dict(state.get("callbacks"))
 
 
-TrainingEngine = Trainer
-SpeedtronicTrainer = Trainer
+TrainingEngine = SpeedtronicTrainer = Trainer

@@ -42,12 +42,23 @@ def refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
         raise ConfigError(f"scheduler: must be a torch.optim.lr_scheduler.LRScheduler, not {_named(scheduler)}")
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if (drives := getattr(part, "optimizer", None)) is not None and not _shares_groups(drives, optimizer):
+            raise ConfigError(
+                f"scheduler: the {type(part).__name__} was made for another optimizer than the one that was passed, so "
+                "it would not change this one's learning rates; make it for the optimizer that the trainer gets"
+            )
         if needed := _required(part.step):
             raise ConfigError(
                 f"scheduler: {type(part).__name__} needs {' and '.join(needed)} at each step, and the loop advances a "
                 "scheduler with step() alone, since losses stay on the device; use one that needs the step only, such "
                 "as LambdaLR or CosineAnnealingLR, or none"
             )
+
+
+def _shares_groups(one: Any, other: Any) -> bool:
+    """Whether two optimizers are the same, or one has groups of the other, as a wrapper has."""
+    groups = {id(group) for group in other.param_groups}
+    return one is other or any(id(group) in groups for group in getattr(one, "param_groups", ()))
 
 
 def refuse_exhausted(scheduler: Any, steps: int) -> None:

@@ -8,7 +8,14 @@ from weakref import WeakSet
 
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.config.base import Section
-from speedtronic.config.checks import asked_and_not_built
+from speedtronic.config.checks import BUILT_IN_MODELS, asked_and_not_built
+from speedtronic.data.loading.iterable_loader import StreamLoader
+from speedtronic.data.loading.loader import TokenLoader
+from speedtronic.model.wrappers import innermost
+from speedtronic.registry import BUILT_BY_NAME
+
+# The trainer itself acts on these keys of `data`, whatever the loader is.
+_OF_ANY_LOADER = ("micro_batch_size", "target_batch_size", "block_size", "max_steps", "loss_normalization", "labels")
 
 BUILT_FROM_CONFIG: WeakSet[Any] = WeakSet()
 """The optimizers and schedulers that `build_optimizer` and `build_scheduler` have made: they follow their sections."""
@@ -17,7 +24,7 @@ BUILT_FROM_CONFIG: WeakSet[Any] = WeakSet()
 def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator[str]:
     """Say which keys nothing acts on, and what to pass to the trainer.
 
-    What a model, a loader or a precision plan was made from cannot be seen, so their sections are not looked at.
+    What a precision plan was made from cannot be seen, so its section is not looked at. Of a model its name is.
 
     Args:
         config: a resolved configuration.
@@ -41,7 +48,7 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
             _given(config.checkpoint) if config.checkpoint.enabled else [],
             "speedtronic.checkpoint.CheckpointManager(folder)",
         ),
-        ("evaluator", _changed(config.eval), "speedtronic.evaluation.HeldOutLoss(…), or set data.validation_fraction"),
+        ("evaluator", _changed(config.eval), "speedtronic.evaluation.HeldOutLoss(…)"),
         ("logger", _changed(config.logging, but=("level", "every_steps")), "speedtronic.runtime.build_logger(config)"),
         (
             "coordinator",
@@ -49,11 +56,27 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
             "speedtronic.DumbDiLoCoCoordinator(config.distributed, model)",
         ),
         ("callbacks", ["callbacks"] if config.callbacks else [], "[…]"),
+        (
+            "dataloader",
+            _changed(config.data, but=_OF_ANY_LOADER),
+            "speedtronic.data.build_data(config, pin_memory=False).train",
+        ),
+        (
+            "model",
+            ["model.name"] * (config.model.name not in BUILT_IN_MODELS) + ["plugins"] * bool(config.plugins),
+            "speedtronic.build_model(config), after speedtronic.runtime.import_plugins(config.plugins)",
+        ),
     ):
-        follows = _follows_config(parts[part]) if part in ("optimizer", "scheduler") else parts[part] is not None
+        follows = parts[part] is not None
+        if part in ("optimizer", "scheduler"):
+            follows = _follows_config(parts[part])
+        elif part == "dataloader":
+            follows = isinstance(parts[part], TokenLoader | StreamLoader)
+        elif part == "model":
+            follows = parts[part] in BUILT_BY_NAME or innermost(parts[part]) in BUILT_BY_NAME
         idle = [key for key in keys if key not in not_built]
         if idle and not follows:
-            why = f"no {part} was passed" if parts[part] is None else f"the {part} that was passed has its own options"
+            why = f"no {part} was passed" if parts[part] is None else f"the {part} that was passed was not made by it"
             yield f"{', '.join(idle)}: nothing acts on it, since {why}; pass {part}={remedy}, or remove it"
 
 
