@@ -16,7 +16,9 @@ from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
 from speedtronic.trainer.compile import Compilation, is_out_of_memory
+from speedtronic.trainer.forward import Forward
 from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
+from speedtronic.trainer.merging import Merged, merge
 from speedtronic.trainer.nonfinite import NonFiniteGuard
 
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row
@@ -49,12 +51,13 @@ class Updater:
 
     Args:
         model: the module that is not compiled; `compilation` has the compiled one, if any.
-        forward: `forward(model, batch)` gives the scalar mean loss of a batch on the device.
+        forward: gives the scalar mean loss of a batch on the device.
         move_batch: copies a batch to the device.
         optimizer: applies the updates. Its `step` is looked up each time, so that it can be wrapped.
         scaler: scales losses under float16; disabled otherwise.
         config: how the loss is normalised, gradients are clipped, and updates that are not finite are treated.
         logger: receives the event of an overflow, and is told of parameters that nothing trains.
+        merged: how many micro batches run as one forward pass, where they fit together.
     """
 
     def __init__(
@@ -62,13 +65,14 @@ class Updater:
         model: nn.Module,
         *,
         compilation: Compilation,
-        forward: Callable[[Callable[..., Any], Any], Tensor],
+        forward: Forward,
         move_batch: Callable[[Any], Any],
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         group: Group,
         config: SpeedtronicConfig,
         logger: MetricLogger,
+        merged: int = 1,
     ) -> None:
         self.scaler = scaler
         self.guard = NonFiniteGuard(config.run.on_nonfinite, optimizer, unwrapped(model))
@@ -81,6 +85,7 @@ class Updater:
         self._by_tokens = config.data.loss_normalization == "tokens"
         self._max_norm = config.optimizer.grad_clip
         self._logger = logger
+        self._merged = merged
         self._scale = scaler.get_scale() if scaler.is_enabled() else 1.0
         self._overflows = 0
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -142,14 +147,16 @@ class Updater:
         return self._accumulate(self._model, batches)
 
     def _accumulate(self, model: Callable[..., Any], batches: Sequence[Any]) -> Tensor:
+        parts: Sequence[Any] = batches
+        if self._merged > 1:
+            parts = merge(batches, self._merged, by_tokens=self._by_tokens) or batches
         if self._by_tokens:
-            divisors = token_divisors(batches, self._group)
+            labelled = [part.batch if isinstance(part, Merged) else part for part in parts]
+            divisors = token_divisors(labelled, self._group)
         else:
-            divisors = micro_batch_divisors(len(batches), self._group)
+            divisors = micro_batch_divisors(len(parts), self._group)
         try:
-            return accumulate(
-                lambda batch: self._forward(model, self._move_batch(batch)), batches, divisors, scaler=self.scaler
-            )
+            return accumulate(lambda part: self._loss(model, part), parts, divisors, scaler=self.scaler)
         except RuntimeError as error:
             if _NO_SECOND_DERIVATIVE.search(str(error)) is None:
                 raise
@@ -158,6 +165,13 @@ class Updater:
                 "torch has chosen has none; let torch take the one that has: call fit(), or the model in your loss, "
                 "inside `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`"
             ) from error
+
+    def _loss(self, model: Callable[..., Any], part: Any) -> Tensor:
+        """The mean loss of a micro batch, or the mean of the mean losses of merged ones."""
+        if not isinstance(part, Merged):
+            return self._forward(model, self._move_batch(part))
+        batch = self._move_batch(part.batch)
+        return self._forward(model, batch) if part.even else self._forward.mean_of_means(model, batch, part.samples)
 
     def _guarded_update(self, loss: Tensor) -> Outcome:
         """Apply the update unless it is not finite."""

@@ -57,6 +57,17 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
             yield f"{', '.join(idle)}: nothing acts on it, since {why}; pass {part}={remedy}, or remove it"
 
 
+def with_known_sizes(config: SpeedtronicConfig) -> SpeedtronicConfig:
+    """The configuration, without checks of batch shapes where nobody gave the sizes of the batches.
+
+    The defaults say nothing about those of a user's own loader.
+    """
+    if "micro_batch_size" in config.data.model_fields_set:
+        return config
+    checks = config.shape_validation.model_copy(update={"check_batch": False, "check_sequence": False})
+    return config.model_copy(update={"shape_validation": checks})
+
+
 def _given(section: Section, but: tuple[str, ...] = ()) -> list[str]:
     """The keys of a section that were given."""
     given = section.model_fields_set.difference(but)
