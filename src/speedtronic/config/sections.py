@@ -127,6 +127,12 @@ LossName = Annotated[
     _schema_match(_LOSSES),
 ]
 FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
+_TUNING = r"off|auto|.+\.json"
+Tuning = Annotated[
+    str,
+    _check_match(_TUNING, "off, auto, or the path of a plan that ends in .json"),
+    _schema_match(_TUNING),
+]
 _COMPONENTS = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NodeId = Annotated[
     str,

@@ -63,6 +63,11 @@ EVENTS: Mapping[str, EventKind] = {
     "checkpoint": EventKind(
         "a checkpoint is durable, or its save failed (`path` is null)", ("step", "path"), ("error",)
     ),
+    "tune": EventKind(
+        "how the run runs was decided: `source` is measured, cache, checkpoint, file, or too short; `choices` are what "
+        "differs from the configuration; `speedup` is of a step when it was measured, or null; `ways` were measured",
+        ("source", "choices", "speedup", "ways"),
+    ),
     "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("error",)),
     "optimizer_step_skipped": EventKind(
         "a gradient scaler skipped an update", ("step", "reason", "scale"), level=WARNING

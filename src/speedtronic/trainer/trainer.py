@@ -133,7 +133,7 @@ class Trainer:
         self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
         parts = dict[str, Any](optimizer=optimizer, scheduler=scheduler, evaluator=evaluator, logger=logger)
         parts |= {"checkpoint_manager": checkpoint_manager, "coordinator": coordinator, "loss_fn": loss_fn}
-        for problem in unused_keys(self.config, parts | {"callbacks": callbacks or None}):
+        for problem in unused_keys(self.config, parts | {"callbacks": callbacks or None, "metadata": metadata}):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:

@@ -28,6 +28,11 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
         yield f"{key}: not part of this version yet, so nothing acts on it; remove it"
     if config.loss is not None and parts["loss_fn"] is not None:
         yield "loss: nothing acts on it, since the loss_fn that was passed goes before it; remove one of them"
+    if config.tune != "off" and "tuning" not in (parts["metadata"] or {}):
+        yield (
+            "tune: nothing acts on it, since the parts of this run were made by hand; let speedtronic.runtime."
+            "build_runtime make them, or remove it"
+        )
     for part, keys, remedy in (
         # The trainer itself clips and averages. All else was decided when the optimizer was made.
         (
