@@ -140,12 +140,12 @@ def _build(
     _check_takes_documents(model, settings)
     if saved is None and settings.run.init_from is not None:
         _load_initial_weights(model, settings.run.init_from, settings, data.tokenizer, logger)
-    plan = _plan(settings, model, target_device, saved, max_steps, logger)
+    given, plan = settings, _plan(settings, model, target_device, saved, max_steps, logger)
     if plan is not None:
-        settings, before = plan.choices.applied_to(settings), settings
+        settings = plan.choices.applied_to(given)
         _configure_torch(settings)
         precision = resolve_precision(settings.precision, target_device)
-        if settings.data.plain() != before.data.plain():
+        if settings.data.plain() != given.data.plain():
             data = _build_data(settings, target_device, logger)
     shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
     optimizer = build_optimizer(model, settings, target_device)
@@ -163,7 +163,7 @@ def _build(
         max_steps=max_steps,
         evaluator=_build_evaluator(data, settings, target_device, precision, logger),
         lock_directory=folder,
-        on_lock=partial(_record_run, folder, settings, manager, logger) if folder is not None else None,
+        on_lock=partial(_record_run, folder, given, manager, logger) if folder is not None else None,
         metadata={
             "tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None,
             "tuning": plan.model_dump() if plan is not None else None,

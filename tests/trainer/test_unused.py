@@ -39,6 +39,7 @@ NODE = {"enabled": True, "repo_id": "folder:/nowhere", "role": "worker"}
         ({"checkpoint": {"every_steps": 500}}, "checkpoint.every_steps", "pass checkpoint_manager="),
         ({"distributed": NODE}, "distributed", "pass coordinator="),
         ({"callbacks": ["package.module:factory"]}, "callbacks", "pass callbacks="),
+        ({"tune": "auto"}, "tune", "let speedtronic.runtime.build_runtime make them"),
         ({"ooo_backprop": True}, "ooo_backprop", "not part of this version yet"),
     ],
 )

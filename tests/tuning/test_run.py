@@ -65,7 +65,9 @@ def measuring_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(tune, "SETUP_SECONDS", 0.0)
     monkeypatch.setattr(tune, "BUDGET", 1e6)
     monkeypatch.setattr(search, "BUDGET", 1e6)
-    monkeypatch.setattr(tune, "possible_choices", lambda *parts: Possible(merged=(4,), threads=(1,)))
+    monkeypatch.setattr(
+        tune, "possible_choices", lambda *parts: Possible(merges=True, target_batch_size=8, threads=(1,))
+    )
     measured: list[str] = []
     bench = tune.Bench.__call__
 
@@ -83,7 +85,7 @@ def test_measuring_moves_neither_batches_nor_random_numbers(tmp_path: Path, monk
     plain = train_from_config(config(tmp_path / "plain"))
     measured = measuring_runs(monkeypatch)
     tuned = train_from_config(config(tmp_path / "tuned", "auto"))
-    assert measured == ["1 None ", "4 None ", "4 1 "]
+    assert measured == ["1 None ", "2 None ", "4 None ", "4 1 ", "1 None "]
     assert losses(tuned) == pytest.approx(losses(plain), rel=1e-5)
     again = train_from_config(config(tmp_path / "again", plan_file(tmp_path, merged=4)))
     assert losses(again) == losses(tuned)
@@ -135,5 +137,13 @@ def test_a_plan_that_the_model_cannot_run_by_is_refused(tmp_path: Path) -> None:
 def test_tune_from_config_measures_without_a_trace_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = measuring_runs(monkeypatch)
     plan = tune_from_config(config(tmp_path / "run"))
-    assert (plan.choices.merged, plan.complete, len(measured)) == (4, True, 3)
+    assert (plan.choices.merged, plan.complete, len(measured)) == (4, True, 5)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_size_of_auto_is_found_and_stays_auto_for_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "SETUP_SECONDS", 1e9)
+    auto = config(tmp_path / "run", "auto", data={**UPDATE, "micro_batch_size": "auto"})
+    result = train_from_config(auto)
+    assert [record["micro_batches"] for record in result.metrics] == [1] * 6
+    assert "micro_batch_size: auto" in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")

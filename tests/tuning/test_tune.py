@@ -184,7 +184,8 @@ def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None
         return possible_choices(config, other or build_model(config.model), torch.device("cpu"))
 
     free = possible()
-    assert (free.merged, free.threads, free.num_workers, free.unfused) == ((6, 3, 2), (4, 2, 1), (1, 2), True)
+    assert (free.merges, free.threads, free.num_workers, free.unfused) == (True, (4, 2, 1), (1, 2), True)
+    assert (free.larger, free.smaller, free.target_batch_size) == ((), (), 12)
     assert free.compile_modes == (None,)
     assert possible(run={"threads": 4}).threads == ()
     assert possible(compile=True).compile_modes == ()
@@ -192,6 +193,18 @@ def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None
     assert possible(optimizer={"fused": True}).unfused is False
     assert possible(data={"num_workers": 2}).num_workers == ()
     assert possible(precision={"mode": "fp32"}).precisions == ()
-    assert possible(model={"dropout": 0.1}).merged == ()
-    assert possible(nn.Linear(2, 2)).merged == ()
-    assert possible(loss="cross_entropy").merged == ()
+    assert possible(model={"dropout": 0.1}).merges is False
+    assert possible(nn.Linear(2, 2)).merges is False
+    assert possible(loss="cross_entropy").merges is False
+
+
+def test_micro_batches_of_auto_begin_at_eight_or_below_and_stay_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "memory_bytes", lambda: 4 * 60 * 16 * (16 * 64 + 160 * 1 * 16))
+    data = {"micro_batch_size": "auto", "target_batch_size": 120}
+    config = SpeedtronicConfig(**tiny("out", data=data, tune="auto"))
+    assert Choices.of(config).micro_batch_size == 8
+    possible = possible_choices(config, build_model(config.model), torch.device("cpu"))
+    assert possible.larger == (10, 12, 15, 20, 24, 30, 40, 60)
+    assert possible.smaller == (6, 5, 4, 3, 2, 1)
+    assert possible.most_samples == 60
+    assert Choices.of(config).applied_to(config).accumulation_steps == 15

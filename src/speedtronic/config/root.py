@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
-from speedtronic.config.base import Section
+from speedtronic.config.base import AutoSize, Section
 from speedtronic.config.loading import gather
 from speedtronic.config.problems import InvalidConfigError, Problem, unknown_key
 from speedtronic.config.secrets import redacted
@@ -105,6 +105,10 @@ class SpeedtronicConfig(Section):
             problems += error.problems
         if not problems and (problem := self.scheduler.check_decay()) is not None:
             problems.append(Problem(("scheduler", "decay_steps"), problem))
+        if not problems and self.tune == "off" and isinstance(self.data.micro_batch_size, AutoSize):
+            problems.append(
+                Problem(("data", "micro_batch_size"), "auto needs tune: auto, or a plan; else give a whole number")
+            )
         if problems:
             raise InvalidConfigError(problems)
 

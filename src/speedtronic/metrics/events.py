@@ -67,6 +67,7 @@ EVENTS: Mapping[str, EventKind] = {
         "how the run runs was decided: `source` is measured, cache, checkpoint, file, or too short; `choices` are what "
         "differs from the configuration; `speedup` is of a step when it was measured, or null; `ways` were measured",
         ("source", "choices", "speedup", "ways"),
+        level=DEBUG,  # a line for people says it too
     ),
     "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("error",)),
     "optimizer_step_skipped": EventKind(

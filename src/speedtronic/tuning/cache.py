@@ -34,6 +34,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def memory_bytes() -> int:
+    """Memory of this machine; 8 GiB where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 8 * 2**30
+
+
 def machine_of(device: torch.device) -> dict[str, str]:
     """What tells machines apart on which other choices may be faster, and the versions that may change them."""
     found = {

@@ -10,8 +10,11 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from speedtronic.config import SpeedtronicConfig
+from speedtronic.config.base import AutoSize
 from speedtronic.errors import ConfigError
 
+# Where `data.micro_batch_size: auto` begins: it fits nearly always, and is no bad size where nothing is measured.
+FIRST_SIZE = 8
 # Two ways that differ by less than this are as good as each other: it is about the noise of a short measurement.
 MARGIN = 0.03
 
@@ -46,9 +49,12 @@ class Choices(_Record):
 
     @classmethod
     def of(cls, config: SpeedtronicConfig) -> Self:
-        """What a configuration says, with single micro batches."""
+        """What a configuration says, with single micro batches; a size of `auto` begins at 8 or below."""
+        size, target = config.data.micro_batch_size, config.data.target_batch_size
+        if isinstance(size, AutoSize):
+            size = max(n for n in range(1, FIRST_SIZE + 1) if target % n == 0)
         return cls(
-            micro_batch_size=config.data.micro_batch_size,
+            micro_batch_size=size,
             threads=config.run.threads,
             precision=config.precision.mode,
             fused=config.optimizer.fused,

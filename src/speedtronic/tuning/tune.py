@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from speedtronic.config import SpeedtronicConfig
+from speedtronic.config.base import AutoSize
 from speedtronic.config.checks import NOT_BUILT
 from speedtronic.metrics import MetricLogger
 from speedtronic.trainer.loss import loss_by_name
@@ -133,20 +134,39 @@ def measure_plan(config: SpeedtronicConfig, workbench: Workbench, *, step: int, 
 def possible_choices(config: SpeedtronicConfig, model: nn.Module, device: torch.device) -> Possible:
     """What the configuration leaves open: keys with another value than their default were chosen by the user."""
     data, cores = config.data, cache.cores()
-    accumulation = config.accumulation_steps
+    size, target = Choices.of(config).micro_batch_size, data.target_batch_size
+    most = _most_samples(config) if device.type == "cpu" else target
+    sizes = [n for n in range(1, target + 1) if target % n == 0] if isinstance(data.micro_batch_size, AutoSize) else []
     merges = refuses_merging(model, loss_by_name(config.loss)) is None
     on_cpu = device.type == "cpu"
     regional = "compile_options.regional" not in NOT_BUILT and not config.compile_options.regional
     plain = not config.compile and config.compile_options.mode is None
+    # A compiler takes a module after the other. Two cores need about 20 s for two layers and 45 s for twelve.
+    modules = sum(1 for module in model.modules() if module._parameters)
     return Possible(
-        merged=tuple(n for n in range(accumulation, 1, -1) if accumulation % n == 0) if merges else (),
+        larger=tuple(n for n in sizes if size < n <= most),
+        smaller=tuple(n for n in reversed(sizes) if n < size),
+        merges=merges,
+        most_samples=most,
         threads=_halves(cache.DEFAULT_THREADS) if on_cpu and config.run.threads is None else (),
         precisions=("bf16",) if on_cpu and _may_use_bf16(config) and _bf16_is_faster() else (),
         compile_modes=((None,) if on_cpu else (None, "reduce-overhead")) if plain else (),
         regional=plain and regional,
         num_workers=tuple(n for n in (1, 2, 4) if n < cores) if data.num_workers == 0 else (),
         unfused=on_cpu and config.optimizer.fused is None,
+        target_batch_size=target,
+        compile_seconds=15.0 + 0.3 * modules,
     )
+
+
+def _most_samples(config: SpeedtronicConfig) -> int:
+    """How many samples take a quarter of this machine's memory: a system ends a process that takes more than there is.
+
+    Logits and their gradients, and what the layers of a transformer keep for the backward pass, all in float32.
+    """
+    model = config.model
+    bytes_of_token = 16 * model.vocab_size + 160 * model.n_layer * model.d_model
+    return int(cache.memory_bytes() // 4 // (bytes_of_token * (config.data.block_size or 1)))
 
 
 def _halves(number: int) -> tuple[int, ...]:
