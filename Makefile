@@ -49,6 +49,7 @@ docs: $(READY)  ## write the generated pages anew
 
 bench: $(READY)  ## the benchmarks
 	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/tune.py --rounds 3
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/prepare.py --rounds 3
 	$(BIN)/python benchmarks/checkpoint.py --rounds 3

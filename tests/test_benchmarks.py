@@ -44,6 +44,13 @@ def test_the_start_of_a_run_is_compared_with_the_same_steps_by_hand() -> None:
 
 
 @pytest.mark.slow
+def test_a_short_run_is_as_fast_with_tune_as_without() -> None:
+    (record,) = records("tune.py", "--whole", "--runs", "tiny, short", "--rounds", "1")
+    assert record["run"] == "tiny, short"
+    assert 0.2 < record["speed_over_off"] < 5  # a busy machine says no more
+
+
+@pytest.mark.slow
 def test_texts_of_both_libraries_are_equal_when_they_are_timed() -> None:
     pytest.importorskip("transformers")
     (record,) = records("generation.py", "--tokens", "8", "--rounds", "1", "--layers", "1", "--width", "32")

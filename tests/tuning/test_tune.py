@@ -91,7 +91,7 @@ def test_a_first_run_measures_and_says_what_it_found_in_one_event_and_one_table(
     assert (plan.choices.merged, world.searches) == (4, [LONG])
     event = {"source": "measured", "choices": {"merged": 4}, "speedup": 2.0, "ways": 2}
     assert told.events.seen == [("tune", event)]
-    assert told.messages == [f"tune: merged=4, of 2 ways that were measured\n{plan.table()}"]
+    assert told.messages[1:] == [f"tune: merged=4, of 2 ways that were measured\n{plan.table()}"]
 
 
 def test_the_next_run_finds_the_plan_in_the_cache_and_decides_for_its_own_length(world: World) -> None:
@@ -160,7 +160,7 @@ def test_a_file_is_used_as_it_is_and_a_stranger_is_named(world: World, tmp_path:
     assert (found, len(told.messages), told.events.of("tune")[0]["source"]) == (plan, 1, "file")
     (tmp_path / "p.json").write_text(plan.model_copy(update={"key": "x"}).to_json(), encoding="utf-8")
     found, told = world.plan(named)
-    assert "was made for another model, configuration, machine or version of torch" in told.messages[0]
+    assert "was made for another model, configuration or machine" in told.messages[0]
     with pytest.raises(ConfigError, match="cannot read the plan"):
         world.plan(world.config(tune="absent.json"))
 
@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_written_costs_the_cache_alone(
     monkeypatch.setenv("SPEEDTRONIC_CACHE", str(tmp_path / "file"))
     plan, told = world.plan()
     assert plan.choices.merged == 4
-    assert "the plan could not be kept for other runs" in told.messages[0]
+    assert "the plan could not be kept for other runs" in told.messages[1]
 
 
 def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:

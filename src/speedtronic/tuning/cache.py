@@ -43,18 +43,13 @@ def memory_bytes() -> int:
 
 
 def machine_of(device: torch.device) -> dict[str, str]:
-    """What tells machines apart on which other choices may be faster, and the versions that may change them."""
-    found = {
+    """What tells machines apart on which other choices may be faster."""
+    return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processor": _processor(),
         "cores": str(cores()),
         "threads": str(DEFAULT_THREADS),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
     }
-    if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-    return found
 
 
 def _processor() -> str:
@@ -69,7 +64,7 @@ def _processor() -> str:
 
 
 def key_of(config: SpeedtronicConfig, model: nn.Module, machine: dict[str, str]) -> str:
-    """A hash of all that measurements depend on. Learning rates, seeds and folders are not in it."""
+    """A hash of all that measurements depend on, but for versions. Learning rates, seeds and folders are not in it."""
     data, optimizer = config.data.plain(), config.optimizer.plain()
     about: dict[str, Any] = {
         "version": 1,
@@ -93,7 +88,8 @@ def key_of(config: SpeedtronicConfig, model: nn.Module, machine: dict[str, str])
 
 
 def _path(key: str) -> Path:
-    return cache_folder() / "plans" / f"{key}.json"
+    # Another version of torch is measured anew, while a run that it resumes keeps its plan.
+    return cache_folder() / "plans" / f"{key}-torch{torch.__version__}.json"
 
 
 def load(key: str) -> Plan | None:

@@ -126,7 +126,7 @@ class Plan(_Record):
         base: what the configuration says by itself.
         target: the step that the run was to reach.
         machine: what it was decided on: a plan holds where this is equal.
-        key: of what the measurements depend on: model, shapes, configuration, machine and versions.
+        key: of what the measurements depend on: model, shapes, configuration and machine.
         measured: all that was measured, `base` first; empty where the run is too short for it.
         complete: whether no way was left out for lack of time.
     """

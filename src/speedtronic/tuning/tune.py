@@ -78,9 +78,7 @@ def plan_of_run(
     if config.tune != "auto":
         plan = read_plan(Path(config.tune))
         if plan.key != key:
-            logger.warning(
-                f"tune: {config.tune} was made for another model, configuration, machine or version of torch"
-            )
+            logger.warning(f"tune: {config.tune} was made for another model, configuration or machine")
         return _told(plan, "file", logger)
     if saved is not None and (former := _still_valid(saved, machine, key, target, logger)) is not None:
         return _told(former, "checkpoint", logger)
@@ -93,6 +91,7 @@ def plan_of_run(
     if steps * BUDGET < WARM + LEAST or steps * BUDGET * least_seconds(config, workbench) < SETUP_SECONDS:
         plan = Plan(choices=base, base=base, target=target, machine=machine, key=key)
         return _told(plan, "too short", logger)
+    logger.info(f"tune: measuring how this run is fastest, in at most about {BUDGET:.0%} of its time")
     plan = measure_plan(config, workbench, step=step, target=target, limited=True)
     try:
         cache.keep(plan)
