@@ -49,3 +49,13 @@ def test_a_file_or_a_cache_that_cannot_be_written_is_said(
     monkeypatch.setenv("SPEEDTRONIC_CACHE", str(source))
     assert main(["tune", str(source)]) == 0
     assert "warning: the plan could not be kept in the cache" in capsys.readouterr().err
+
+
+def test_a_configuration_of_which_nothing_can_be_measured_is_a_failure(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = PLAN.model_copy(update={"measured": (Measured(choices=BASE, step_seconds=None, note="ValueError: no"),)})
+    monkeypatch.setattr(runtime, "tune_from_config", lambda config: failed)
+    assert main(["tune", str(source)]) == 1
+    assert "ValueError: no" in capsys.readouterr().out
+    assert cache.load("k") is None

@@ -92,6 +92,19 @@ def test_no_more_samples_run_as_one_than_memory_is_likely_to_hold() -> None:
     assert world.asked == [{}, {"merged": 2}, {"merged": 4}, {}]
 
 
+def test_a_base_that_fails_for_another_reason_than_memory_ends_the_search() -> None:
+    rows: list[Choices] = []
+
+    def broken(choices: Choices, **options: Any) -> Measured:
+        rows.append(choices)
+        return Measured(choices=choices, step_seconds=None, note="ValueError: no such shape")
+
+    broken.data_share = 0.0  # type: ignore[attr-defined]  # the protocol's other half
+    everything = Possible(merges=True, target_batch_size=4, threads=(1,), compile_modes=(None,))
+    found = Search(broken, clock=lambda: 0.0, steps=10**6, limited=True).run(BASE, everything)  # type: ignore[arg-type]
+    assert (len(found), rows) == (1, [BASE])
+
+
 def test_the_base_is_measured_again_at_the_end_and_the_faster_measurement_counts() -> None:
     seconds = iter([5.0, 1.0, 0.8])
     world = Imagined(lambda c: next(seconds))

@@ -15,7 +15,7 @@ from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError
 from speedtronic.metrics import MetricLogger
 from speedtronic.registry import build_model
-from speedtronic.tuning import Choices, Measured, Workbench, cache, plan_of_run
+from speedtronic.tuning import Choices, Measured, Workbench, cache, plan_of_run, tune
 from speedtronic.tuning.search import Search
 from speedtronic.tuning.tune import possible_choices
 from tests.support.configs import tiny
@@ -175,6 +175,13 @@ def test_a_cache_that_cannot_be_written_costs_the_cache_alone(
     assert "the plan could not be kept for other runs" in told.messages[1]
 
 
+def test_what_could_not_be_measured_is_not_kept_for_the_next_run(world: World) -> None:
+    with mock.patch.object(world, "search", lambda search, base, possible: [Measured(choices=base, step_seconds=None)]):
+        plan, _ = world.plan()
+    assert (plan.choices, plan.worth_keeping) == (plan.base, False)
+    assert world.plan()[1].events.of("tune")[0]["source"] == "measured"
+
+
 def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "DEFAULT_THREADS", 8)
     monkeypatch.setattr(cache, "cores", lambda: 4)
@@ -192,6 +199,8 @@ def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None
     assert possible(compile_options={"mode": "max-autotune"}).compile_modes == ()
     assert possible(optimizer={"fused": True}).unfused is False
     assert possible(data={"num_workers": 2}).num_workers == ()
+    monkeypatch.setattr(tune, "_bf16_is_faster", lambda: True)
+    assert possible().precisions == ("bf16",)
     assert possible(precision={"mode": "fp32"}).precisions == ()
     assert possible(model={"dropout": 0.1}).merges is False
     assert possible(nn.Linear(2, 2)).merges is False

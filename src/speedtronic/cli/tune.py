@@ -18,7 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Measure real updates of a configuration in all ways that this machine offers, compilation too, "
         "which may take minutes. Prints a table; the star marks the fastest way for the run's length. Nothing is "
         "trained. Later runs of the same model with tune: auto find the plan in the cache, and tune: FILE.json names "
-        "one.",
+        "one. Exit code 1 where nothing can be measured.",
     )
     add_config_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead of the table")
@@ -42,12 +42,16 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise RunFolderError(f"cannot write the plan to {args.output}: {error.strerror or error}") from error
     try:
-        keep(plan)
+        if plan.worth_keeping:
+            keep(plan)
     except OSError as error:
         print(f"warning: the plan could not be kept in the cache: {error}", file=sys.stderr)
     if args.json:
         output.write(plan.to_json())
-        return 0
+        return 0 if plan.worth_keeping else 1
+    if not plan.worth_keeping:
+        output.write(f"{plan.table()}\nnothing could be measured\n")
+        return 1
     faster = f", {plan.speedup:.2f} times as fast" if plan.speedup else ""
     output.write(f"{plan.table()}\nfor {plan.target} updates: {in_words(plan.choices.changes(plan.base))}{faster}\n")
     return 0

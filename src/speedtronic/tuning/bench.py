@@ -24,7 +24,7 @@ from speedtronic.trainer.callbacks import Callback, RunView
 from speedtronic.trainer.compile import is_out_of_memory
 from speedtronic.tuning.cache import DEFAULT_THREADS
 from speedtronic.tuning.plan import Choices, Measured
-from speedtronic.tuning.search import ENOUGH_SECONDS, LEAST, WARM
+from speedtronic.tuning.search import ENOUGH_SECONDS, LEAST, OUT_OF_MEMORY, WARM
 
 MakeLoader = Callable[[SpeedtronicConfig], Any]
 MakeOptimizer = Callable[[nn.Module, SpeedtronicConfig, torch.device], torch.optim.Optimizer]
@@ -90,7 +90,7 @@ class Bench:
             with _quiet():
                 return self._measure(choices, steps, hopeless)
         except Exception as error:  # noqa: BLE001 - a way may fail as the user's code or a compiler does
-            note = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}".splitlines()[0]
+            note = OUT_OF_MEMORY if is_out_of_memory(error) else f"{type(error).__name__}: {error}".splitlines()[0]
             return Measured(choices=choices, step_seconds=None, note=note[:100])
         finally:
             self._forget()

@@ -141,6 +141,11 @@ class Plan(_Record):
     complete: bool = False
 
     @property
+    def worth_keeping(self) -> bool:
+        """Whether any way could be measured: where none could, the fault may be in code that is mended next."""
+        return any(row.step_seconds is not None for row in self.measured)
+
+    @property
     def speedup(self) -> float | None:
         """How many times as fast a step is as that of the configuration; None where nothing was measured."""
         if not self.measured or self.measured[0].step_seconds is None:

@@ -21,6 +21,8 @@ BUDGET = 0.02
 SHARE = 0.004
 # A way that is so much slower after a few updates is left.
 HOPELESS = 1.3
+# The note of a way that does not fit: another one may.
+OUT_OF_MEMORY = "out of memory"
 # Reading data is worth a worker where it takes this share of an update.
 WORTH_A_WORKER = 0.1
 
@@ -100,7 +102,8 @@ class Search:
         first = first.model_copy(update={"start_seconds": 0.0})
         data_share = self._measure.data_share
         self._rows, self._best, self._compile_seconds = [first], first, possible.compile_seconds
-        # Without a base, such as a micro batch beyond the memory, the others are tried in turn until one runs.
+        if first.step_seconds is None and first.note != OUT_OF_MEMORY:
+            return self._rows  # nothing else would run either, and the run itself says why
         if self._limited and first.step_seconds is not None:
             self._budget = BUDGET * self._steps * first.step_seconds
         for stage in self._stages(possible, data_share):

@@ -94,7 +94,8 @@ def plan_of_run(
     logger.info(f"tune: measuring how this run is fastest, in at most about {BUDGET:.0%} of its time")
     plan = measure_plan(config, workbench, step=step, target=target, limited=True)
     try:
-        cache.keep(plan)
+        if plan.worth_keeping:
+            cache.keep(plan)
     except OSError as error:
         logger.info(f"tune: the plan could not be kept for other runs: {error}")
     return _told(plan, "measured", logger)
@@ -137,6 +138,7 @@ def possible_choices(config: SpeedtronicConfig, model: nn.Module, device: torch.
     most = _most_samples(config) if device.type == "cpu" else target
     sizes = [n for n in range(1, target + 1) if target % n == 0] if isinstance(data.micro_batch_size, AutoSize) else []
     merges = refuses_merging(model, loss_by_name(config.loss)) is None
+    either_precision = config.precision.mode == "auto" and config.precision.dtype is None
     on_cpu = device.type == "cpu"
     regional = "compile_options.regional" not in NOT_BUILT and not config.compile_options.regional
     plain = not config.compile and config.compile_options.mode is None
@@ -148,7 +150,7 @@ def possible_choices(config: SpeedtronicConfig, model: nn.Module, device: torch.
         merges=merges,
         most_samples=most,
         threads=_halves(cache.DEFAULT_THREADS) if on_cpu and config.run.threads is None else (),
-        precisions=("bf16",) if on_cpu and _may_use_bf16(config) and _bf16_is_faster() else (),
+        precisions=("bf16",) if on_cpu and either_precision and _bf16_is_faster() else (),
         compile_modes=((None,) if on_cpu else (None, "reduce-overhead")) if plain else (),
         regional=plain and regional,
         num_workers=tuple(n for n in (1, 2, 4) if n < cores) if data.num_workers == 0 else (),
@@ -172,20 +174,16 @@ def _halves(number: int) -> tuple[int, ...]:
     return () if number <= 1 else (number // 2, *_halves(number // 2))
 
 
-def _may_use_bf16(config: SpeedtronicConfig) -> bool:
-    return config.precision.mode == "auto" and config.precision.dtype is None
-
-
-def _bf16_is_faster(clock: Callable[[], float] = time.perf_counter) -> bool:
+def _bf16_is_faster() -> bool:
     """Whether this CPU multiplies bfloat16 faster: without it, a single update could take as long as many others."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
         one = torch.ones(128, 128, dtype=dtype)
         torch.mm(one, one)
-        began = clock()
+        began = time.perf_counter()
         for _ in range(3):
             torch.mm(one, one)
-        seconds[dtype] = clock() - began
+        seconds[dtype] = time.perf_counter() - began
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
