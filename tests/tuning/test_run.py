@@ -147,3 +147,19 @@ def test_a_size_of_auto_is_found_and_stays_auto_for_the_user(tmp_path: Path, mon
     result = train_from_config(auto)
     assert [record["micro_batches"] for record in result.metrics] == [1] * 6
     assert "micro_batch_size: auto" in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler imports warns, and as an error that would end it
+def test_a_compiled_and_merged_run_resumes_to_the_bit(tmp_path: Path) -> None:
+    path = plan_file(tmp_path, merged=2, compile=True, threads=1)
+    log = {"json_file": "log"}
+    whole, first, second = (config(tmp_path / part, path, logging=log) for part in ("whole", "parts", "parts"))
+    straight = train_from_config(whole)
+    before = train_from_config(first, max_steps=2)
+    after = train_from_config(second, resume=True)
+    assert losses(before) + losses(after) == losses(straight)
+    assert losses(straight) == pytest.approx(losses(train_from_config(config(tmp_path / "plain"))), rel=1e-4)
+    for part in ("whole", "parts"):
+        events = [json.loads(line) for line in (tmp_path / part / "log").read_text(encoding="utf-8").splitlines()]
+        assert {event["status"] for event in events if event["event"] == "compile"} == {"enabled"}
