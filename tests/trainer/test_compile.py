@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from speedtronic.runtime import seed_everything
 from speedtronic.trainer import Trainer
 from tests.support.models import (
     ACCUMULATE_TWO,
@@ -76,6 +79,49 @@ def test_a_compiled_failure_reruns_the_update_eagerly_from_the_same_state(
     eager = make_trainer(Dropping(), config=config_of(data=ACCUMULATE_TWO))
     torch.manual_seed(1)
     assert losses == [record["loss"] for record in eager.fit(4).metrics]
+
+
+class DrawingEverywhere(Regression):
+    """Draws from all three generators in its forward."""
+
+    def __init__(self, *, draws: bool = True) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        scale = random.random() + np.random.random() if self.draws else 1.0
+        return super().forward(nn.functional.dropout(x * scale, 0.5, self.training), y)
+
+
+def test_a_failure_after_many_good_updates_rewinds_every_generator_that_the_model_draws_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    losses = []
+    for fail_at in (0, 12):  # never, and in the second micro batch of the sixth update
+        monkeypatch.setattr(
+            torch, "compile", lambda model, at=fail_at, **options: Breakable(model, {at}, RuntimeError("broken"))
+        )
+        torch.manual_seed(0)
+        ours = make_trainer(DrawingEverywhere(), config=config_of(compile=True, data=ACCUMULATE_TWO))
+        seed_everything(1)
+        losses.append([record["loss"] for record in ours.fit(8).metrics])
+    assert losses[0] == losses[1]
+
+
+def test_generators_that_the_model_does_not_draw_from_are_read_in_the_first_updates_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **options: Breakable(model, set(), RuntimeError()))
+    ours = make_trainer(DrawingEverywhere(draws=False), config=config_of(compile=True))
+    ours.fit(4)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("NumPy's state was read")
+
+    monkeypatch.setattr(np.random, "get_state", refuse)
+    for _ in range(3):
+        ours._compilation.states.keep()
+        ours._compilation.states.note_success()
 
 
 def test_the_eager_error_is_raised_when_the_rerun_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from speedtronic.checkpoint import capture_rng_state, capture_torch_rng_state, restore_rng_state
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.metrics import MetricLogger
 
@@ -52,10 +54,12 @@ class Compilation:
 
     Attributes:
         model: the compiled model; None where nothing is compiled, or not any more.
+        states: the random states before an update, should its compiled code fail.
     """
 
     def __init__(self, model: nn.Module, config: SpeedtronicConfig, logger: MetricLogger) -> None:
         self.model: CompiledModel | None = None
+        self.states = RandomStates()
         self._logger = logger
         if not config.compile:
             return
@@ -73,6 +77,38 @@ class Compilation:
         self._logger.emit("compile", {"status": status, "error": f"{type(error).__name__}: {error}"})
         trace = "".join(traceback.format_exception(error))
         self._logger.warning(f"compilation failed; training continues without it:\n{trace}")
+
+
+# So many updates that leave the generators of Python and NumPy alone show that the model does not draw from them.
+_ENOUGH_UPDATES = 3
+
+
+class RandomStates:
+    """The states of the random number generators before an update, to which a failed one returns.
+
+    torch's state is read before each update. Python's and NumPy's take ten times as long to read. So they are left out
+    after a few updates that did not move them.
+    """
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+        self._unmoved = 0
+
+    def keep(self) -> None:
+        """Read the states: an update follows."""
+        self._state = capture_rng_state() if self._unmoved < _ENOUGH_UPDATES else capture_torch_rng_state()
+
+    def note_success(self) -> None:
+        """The update that followed has succeeded."""
+        if "numpy" in self._state:
+            now, before = capture_rng_state(), self._state
+            numpy_moved = not all(map(np.array_equal, now["numpy"], before["numpy"]))
+            moved = numpy_moved or now["python"] != before["python"]
+            self._unmoved = 0 if moved else self._unmoved + 1
+
+    def restore(self) -> None:
+        """Go back to the states that were kept."""
+        restore_rng_state(self._state)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -72,7 +72,23 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     they stay as they are.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if len({(type(g), g.dtype, g.device, g.layout) for g in gradients}) == 1 and _are_plain(gradients[0]):
+        return _clip_alike(gradients, max_norm)
     norm = nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _are_plain(gradient: Tensor) -> bool:
+    """Whether torch computes with a list of such tensors at once."""
+    return type(gradient) is Tensor and not gradient.is_sparse and gradient.device.type in ("cpu", "cuda")
+
+
+@torch.no_grad()
+def _clip_alike(gradients: list[Tensor], max_norm: float | None) -> Tensor:
+    """What torch's functions do, to the last bit. They sort the gradients by device and dtype, twice in an update."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if max_norm is not None:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import InputError, ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
@@ -128,15 +127,18 @@ class Updater:
         """Accumulate the gradients of the update; if compiled code fails, once more without it."""
         if self._compilation.model is None:
             return self._accumulate(self._model, batches)
-        rng = capture_rng_state()
+        self._compilation.states.keep()
         try:
-            return self._accumulate(self._compilation.model, batches)
+            loss = self._accumulate(self._compilation.model, batches)
         except Exception as error:  # noqa: BLE001 - compilers fail in any way; what the eager rerun raises is raised
             if is_out_of_memory(error) or isinstance(error, InputError):  # a batch or a loss that cannot be used
                 raise
             self._compilation.abandon("runtime_fallback", error)
+        else:
+            self._compilation.states.note_success()
+            return loss
         # Rewind what the failed attempt moved: random numbers, running statistics and the gradients so far.
-        restore_rng_state(rng)
+        self._compilation.states.restore()
         self.guard.put_buffers_back()
         self._clear()
         return self._accumulate(self._model, batches)
