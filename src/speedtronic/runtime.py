@@ -42,6 +42,7 @@ from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precisi
 from speedtronic.registry import build_model, import_factory
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
+from speedtronic.trainer.compile import keep_compiled_code
 from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
@@ -277,6 +278,8 @@ def seed_everything(seed: int) -> None:
 def _configure_torch(config: SpeedtronicConfig) -> None:
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.compile:
+        keep_compiled_code()  # before anything compiles
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from speedtronic.checkpoint.entries import CheckpointEntry
 from speedtronic.checkpoint.manager import CheckpointManager
-from speedtronic.checkpoint.rng import capture_rng_state, capture_torch_rng_state, restore_rng_state
+from speedtronic.checkpoint.rng import capture_rng_state, restore_rng_state
 from speedtronic.checkpoint.tree import check
 from speedtronic.durable.lock import RunLock
 from speedtronic.errors import CheckpointError
@@ -15,7 +15,6 @@ __all__ = [
     "CheckpointManager",
     "RunLock",
     "capture_rng_state",
-    "capture_torch_rng_state",
     "check",
     "restore_rng_state",
 ]

@@ -19,7 +19,6 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "distributed.robust": (),
     "ooo_backprop": (),
     "tune": (),
-    "compile_options.regional": (),
     "precision.mode": ("fp8",),
     "eval.patience": (),
     "eval.samples": (),

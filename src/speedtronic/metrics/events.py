@@ -63,7 +63,7 @@ EVENTS: Mapping[str, EventKind] = {
     "checkpoint": EventKind(
         "a checkpoint is durable, or its save failed (`path` is null)", ("step", "path"), ("error",)
     ),
-    "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("error",)),
+    "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("cache", "error")),
     "optimizer_step_skipped": EventKind(
         "a gradient scaler skipped an update", ("step", "reason", "scale"), level=WARNING
     ),
