@@ -46,6 +46,7 @@ from speedtronic.trainer.compile import keep_compiled_code
 from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
+from speedtronic.trainer.profiling import StepProfiler
 from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
@@ -90,13 +91,20 @@ def train_from_config(
     resume: bool = False,
     device: str | torch.device | None = None,
     max_steps: int | None = None,
+    profile_steps: int | None = None,
 ) -> TrainResult:
-    """Build a runtime and fit it. The arguments are those of `build_runtime`."""
+    """Build a runtime and fit it.
+
+    Args:
+        config, resume, device, max_steps: those of `build_runtime`.
+        profile_steps: trace so many steps after the first ones into `trace.json` in `run.output_dir`, and log a table
+            of the time a phase.
+    """
     settings = _resolve(config)
     folder = run_folder(settings)
     # Taken before a log file is opened, so that a second process leaves no line in the first one's files.
     with RunLock(folder) if folder is not None else nullcontext():
-        trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps)
+        trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps, profile_steps=profile_steps)
         with trainer.logger:
             return trainer.fit()
 
@@ -106,7 +114,12 @@ train = train_from_config
 
 
 def _build(
-    settings: SpeedtronicConfig, *, resume: bool, device: str | torch.device | None, max_steps: int | None
+    settings: SpeedtronicConfig,
+    *,
+    resume: bool,
+    device: str | torch.device | None,
+    max_steps: int | None,
+    profile_steps: int | None = None,
 ) -> tuple[Trainer, CheckpointManager]:
     """`build_runtime` for a configuration that `_resolve` returned."""
     seed_everything(settings.run.seed)
@@ -138,6 +151,9 @@ def _build(
         _load_initial_weights(model, settings.run.init_from, settings, data.tokenizer, logger)
     shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
     optimizer = build_optimizer(model, settings, target_device)
+    profiler = []
+    if profile_steps is not None:
+        profiler.append(StepProfiler(profile_steps, Path(settings.run.output_dir) / "trace.json"))
     trainer = Trainer(
         model,
         optimizer,
@@ -155,7 +171,7 @@ def _build(
         on_lock=partial(_record_run, folder, settings, manager, logger) if folder is not None else None,
         metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
         shape_report=shape_report,
-        callbacks=_build_callbacks(settings),
+        callbacks=[*_build_callbacks(settings), *profiler],
     )
     if saved is not None:
         _resume(trainer, saved, settings)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from speedtronic.ranks import Group
 from speedtronic.trainer.loss import count_labels
+from speedtronic.trainer.profiling import phase
 
 
 def micro_batch_divisors(micro_batches: int, group: Group) -> list[float | None]:
@@ -53,13 +54,15 @@ def accumulate(
     """
     total: Tensor | None = None
     for batch, divisor in zip(batches, divisors, strict=True):
-        loss = forward(batch)
+        with phase("forward"):
+            loss = forward(batch)
         if divisor is None:
             loss = torch.zeros_like(loss)
         else:
             loss = loss / divisor
             # Backward at once, so that the graph of only one micro batch is alive.
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            with phase("backward"):
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "an update has at least one micro batch"
     return total

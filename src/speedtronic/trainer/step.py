@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,9 @@ from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
 from speedtronic.trainer.compile import Compilation, is_out_of_memory
 from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
+from speedtronic.trainer.loss import align_labels
 from speedtronic.trainer.nonfinite import NonFiniteGuard
+from speedtronic.trainer.profiling import phase
 
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row
 # multiplies its loss by less than 2⁻⁴⁸ and will not recover.
@@ -77,6 +79,8 @@ class Updater:
         self._move_batch = move_batch
         self._optimizer = optimizer
         self._group = group
+        self._micro_batches = config.accumulation_steps
+        self._unshifted = config.data.labels == "unshifted"
         self._by_tokens = config.data.loss_normalization == "tokens"
         self._max_norm = config.optimizer.grad_clip
         self._logger = logger
@@ -87,6 +91,12 @@ class Updater:
         self._named: set[str] = set()
         self._clear()  # what was left from before
 
+    def take(self, batches: Iterator[Any]) -> list[Any]:
+        """The next micro batches of one update, with labels that are aligned."""
+        with phase("data"):
+            taken = [next(batches) for _ in range(self._micro_batches)]
+            return [align_labels(batch) for batch in taken] if self._unshifted else taken
+
     def run(self, batches: Sequence[Any], step: int) -> Outcome:
         """Run the update that makes global step `step`.
 
@@ -96,7 +106,8 @@ class Updater:
         """
         self.guard.keep_buffers()
         loss = self._backward(batches)
-        return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
+        with phase("update"):
+            return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
 
     def clear_gradients(self) -> None:
         """Clear the gradients of the optimizer and of the model, and warn of parameters that nothing trains.
