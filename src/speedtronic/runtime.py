@@ -42,9 +42,11 @@ from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precisi
 from speedtronic.registry import build_model, import_factory
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
+from speedtronic.trainer.compile import keep_compiled_code
 from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
+from speedtronic.trainer.profiling import StepProfiler
 from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
@@ -90,14 +92,21 @@ def train_from_config(
     resume: bool = False,
     device: str | torch.device | None = None,
     max_steps: int | None = None,
+    profile_steps: int | None = None,
 ) -> TrainResult:
-    """Build a runtime and fit it. The arguments are those of `build_runtime`."""
+    """Build a runtime and fit it.
+
+    Args:
+        config, resume, device, max_steps: those of `build_runtime`.
+        profile_steps: trace so many steps after the first ones into `trace.json` in `run.output_dir`, and log a table
+            of the time a phase.
+    """
     settings = _resolve(config)
     folder = run_folder(settings)
     threads = torch.get_num_threads()
     # Taken before a log file is opened, so that a second process leaves no line in the first one's files.
     with RunLock(folder) if folder is not None else nullcontext():
-        trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps)
+        trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps, profile_steps=profile_steps)
         try:
             with trainer.logger:
                 return trainer.fit()
@@ -110,7 +119,12 @@ train = train_from_config
 
 
 def _build(
-    settings: SpeedtronicConfig, *, resume: bool, device: str | torch.device | None, max_steps: int | None
+    settings: SpeedtronicConfig,
+    *,
+    resume: bool,
+    device: str | torch.device | None,
+    max_steps: int | None,
+    profile_steps: int | None = None,
 ) -> tuple[Trainer, CheckpointManager]:
     """`build_runtime` for a configuration that `_resolve` returned."""
     seed_everything(settings.run.seed)
@@ -149,6 +163,9 @@ def _build(
             data = _build_data(settings, target_device, logger)
     shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
     optimizer = build_optimizer(model, settings, target_device)
+    profiler = []
+    if profile_steps is not None:
+        profiler.append(StepProfiler(profile_steps, Path(settings.run.output_dir) / "trace.json"))
     trainer = Trainer(
         model,
         optimizer,
@@ -169,7 +186,7 @@ def _build(
             "tuning": plan.model_dump() if plan is not None else None,
         },
         shape_report=shape_report,
-        callbacks=_build_callbacks(settings),
+        callbacks=[*_build_callbacks(settings), *profiler],
         merged_micro_batches=plan.choices.merged if plan is not None else 1,
     )
     if saved is not None:
@@ -351,6 +368,8 @@ def seed_everything(seed: int) -> None:
 def _configure_torch(config: SpeedtronicConfig) -> None:
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.compile:
+        keep_compiled_code()  # before anything compiles
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
 

@@ -193,7 +193,7 @@ def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None
     free = possible()
     assert (free.merges, free.threads, free.num_workers, free.unfused) == (True, (4, 2, 1), (1, 2), True)
     assert (free.larger, free.smaller, free.target_batch_size) == ((), (), 12)
-    assert free.compile_modes == (None,)
+    assert (free.compile_modes, free.regional) == ((None,), True)
     assert possible(run={"threads": 4}).threads == ()
     assert possible(compile=True).compile_modes == ()
     assert possible(compile_options={"mode": "max-autotune"}).compile_modes == ()

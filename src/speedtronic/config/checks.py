@@ -18,7 +18,6 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "distributed.trusted_nodes": (),
     "distributed.robust": (),
     "ooo_backprop": (),
-    "compile_options.regional": (),
     "precision.mode": ("fp8",),
     "eval.patience": (),
     "eval.samples": (),

@@ -679,4 +679,7 @@ class CompileOptions(Section):
         default=None, description="Mode of torch.compile; null is PyTorch's default."
     )
     dynamic: bool | None = Field(default=None, description="Compile for changing shapes; null lets PyTorch find out.")
-    regional: bool = Field(default=False, description="Compile each block once instead of the whole model.")
+    regional: bool = Field(
+        default=False,
+        description="Compile the blocks that the model repeats, once for all of them, instead of the whole model.",
+    )

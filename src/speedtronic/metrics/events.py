@@ -69,7 +69,7 @@ EVENTS: Mapping[str, EventKind] = {
         ("source", "choices", "speedup", "ways"),
         level=DEBUG,  # a line for people says it too
     ),
-    "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("error",)),
+    "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("cache", "error")),
     "optimizer_step_skipped": EventKind(
         "a gradient scaler skipped an update", ("step", "reason", "scale"), level=WARNING
     ),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import InputError, ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
@@ -18,8 +17,10 @@ from speedtronic.ranks import Group
 from speedtronic.trainer.compile import Compilation, is_out_of_memory
 from speedtronic.trainer.forward import Forward
 from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
+from speedtronic.trainer.loss import align_labels
 from speedtronic.trainer.merging import Merged, merge
 from speedtronic.trainer.nonfinite import NonFiniteGuard
+from speedtronic.trainer.profiling import phase
 
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row
 # multiplies its loss by less than 2⁻⁴⁸ and will not recover.
@@ -82,6 +83,8 @@ class Updater:
         self._move_batch = move_batch
         self._optimizer = optimizer
         self._group = group
+        self._micro_batches = config.accumulation_steps
+        self._unshifted = config.data.labels == "unshifted"
         self._by_tokens = config.data.loss_normalization == "tokens"
         self._max_norm = config.optimizer.grad_clip
         self._logger = logger
@@ -93,6 +96,12 @@ class Updater:
         self._named: set[str] = set()
         self._clear()  # what was left from before
 
+    def take(self, batches: Iterator[Any]) -> list[Any]:
+        """The next micro batches of one update, with labels that are aligned."""
+        with phase("data"):
+            taken = [next(batches) for _ in range(self._micro_batches)]
+            return [align_labels(batch) for batch in taken] if self._unshifted else taken
+
     def run(self, batches: Sequence[Any], step: int) -> Outcome:
         """Run the update that makes global step `step`.
 
@@ -102,7 +111,8 @@ class Updater:
         """
         self.guard.keep_buffers()
         loss = self._backward(batches)
-        return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
+        with phase("update"):
+            return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
 
     def clear_gradients(self) -> None:
         """Clear the gradients of the optimizer and of the model, and warn of parameters that nothing trains.
@@ -133,15 +143,18 @@ class Updater:
         """Accumulate the gradients of the update; if compiled code fails, once more without it."""
         if self._compilation.model is None:
             return self._accumulate(self._model, batches)
-        rng = capture_rng_state()
+        self._compilation.states.keep()
         try:
-            return self._accumulate(self._compilation.model, batches)
+            loss = self._accumulate(self._compilation.model, batches)
         except Exception as error:  # noqa: BLE001 - compilers fail in any way; what the eager rerun raises is raised
             if is_out_of_memory(error) or isinstance(error, InputError):  # a batch or a loss that cannot be used
                 raise
             self._compilation.abandon("runtime_fallback", error)
+        else:
+            self._compilation.states.note_success()
+            return loss
         # Rewind what the failed attempt moved: random numbers, running statistics and the gradients so far.
-        restore_rng_state(rng)
+        self._compilation.states.restore()
         self.guard.put_buffers_back()
         self._clear()
         return self._accumulate(self._model, batches)

@@ -29,7 +29,7 @@ from speedtronic.trainer.fit import Fit
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
-from speedtronic.trainer.loss import LossFunction, align_labels, loss_by_name
+from speedtronic.trainer.loss import LossFunction, loss_by_name
 from speedtronic.trainer.merging import check_merging
 from speedtronic.trainer.nonfinite import nonfinite_error
 from speedtronic.trainer.readback import Numbers, Readback, Update
@@ -311,9 +311,7 @@ class Trainer:
 
     def _train_step(self, fit: Fit) -> bool:
         """Run one global step; false when the gradient scaler skipped its update."""
-        batches = [next(self._state.batches) for _ in range(self.config.accumulation_steps)]
-        if self.config.data.labels == "unshifted":
-            batches = [align_labels(batch) for batch in batches]
+        batches = fit.updater.take(self._state.batches)
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1)
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
             # The host knows already, so the run ends here and not at the next log.

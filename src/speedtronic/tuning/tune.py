@@ -14,7 +14,6 @@ from torch import nn
 
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.config.base import AutoSize
-from speedtronic.config.checks import NOT_BUILT
 from speedtronic.metrics import MetricLogger
 from speedtronic.trainer.loss import loss_by_name
 from speedtronic.trainer.merging import refuses_merging
@@ -140,7 +139,6 @@ def possible_choices(config: SpeedtronicConfig, model: nn.Module, device: torch.
     merges = refuses_merging(model, loss_by_name(config.loss)) is None
     either_precision = config.precision.mode == "auto" and config.precision.dtype is None
     on_cpu = device.type == "cpu"
-    regional = "compile_options.regional" not in NOT_BUILT and not config.compile_options.regional
     plain = not config.compile and config.compile_options.mode is None
     # A compiler takes a module after the other. Two cores need about 20 s for two layers and 45 s for twelve.
     modules = sum(1 for module in model.modules() if module._parameters)
@@ -152,7 +150,7 @@ def possible_choices(config: SpeedtronicConfig, model: nn.Module, device: torch.
         threads=_halves(cache.DEFAULT_THREADS) if on_cpu and config.run.threads is None else (),
         precisions=("bf16",) if on_cpu and either_precision and _bf16_is_faster() else (),
         compile_modes=((None,) if on_cpu else (None, "reduce-overhead")) if plain else (),
-        regional=plain and regional,
+        regional=plain and not config.compile_options.regional,
         num_workers=tuple(n for n in (1, 2, 4) if n < cores) if data.num_workers == 0 else (),
         unfused=on_cpu and config.optimizer.fused is None,
         target_batch_size=target,
