@@ -15,7 +15,7 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -266,7 +266,7 @@ class Fetcher:
             DataWorkerError: a worker process has ended.
         """
         try:
-            with worker_exits.may_raise():
+            with worker_exits.may_raise() if self._working else nullcontext():
                 if self._replies is None:
                     self._replies = self._start()
                 reply = next(self._replies)
