@@ -49,6 +49,10 @@ docs: $(READY)  ## write the generated pages anew
 
 bench: $(READY)  ## the benchmarks
 	$(BIN)/python benchmarks/loop_overhead.py
+	$(BIN)/python benchmarks/tune.py --rounds 3
+	$(BIN)/python benchmarks/loop_overhead.py --compile
+	$(BIN)/python benchmarks/loop_overhead.py --compile --size small --rounds 5 --steps 20
+	$(BIN)/python benchmarks/cross_entropy.py --chunk 256 --rounds 1
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/prepare.py --rounds 3
 	$(BIN)/python benchmarks/checkpoint.py --rounds 3

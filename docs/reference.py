@@ -53,6 +53,7 @@ CHECKPOINT_KEYS = {
     "ema": "the averaged weights of `optimizer.ema` by the model's names, float32 (float64 as float64), or null",
     "coordinator": "the coordinator's `state_dict`, or null",
     "callbacks": "each callback's `state_dict` by the name of its class (`Name 2` for the second of a class), or null",
+    "tuning": "the plan of `tune`: what was chosen, on which machine, and what was measured; or null",
     "rng.python": "state of Python's `random`",
     "rng.numpy": "state of NumPy's global generator",
     "rng.torch": "state of torch's CPU generator",

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "speedtronic"
 FLOORS = (
     {"cli"},
     {"runtime"},
-    {"evaluation", "generation"},
+    {"evaluation", "generation", "tuning"},
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics"},
     {"shapes"},

@@ -44,6 +44,28 @@ def test_the_start_of_a_run_is_compared_with_the_same_steps_by_hand() -> None:
 
 
 @pytest.mark.slow
+def test_a_short_run_is_as_fast_with_tune_as_without() -> None:
+    (record,) = records("tune.py", "--whole", "--runs", "tiny, short", "--rounds", "1")
+    assert record["run"] == "tiny, short"
+    assert 0.2 < record["speed_over_off"] < 5  # a busy machine says no more
+
+
+@pytest.mark.slow
+def test_both_ways_to_fit_are_compared_with_the_loop_by_hand() -> None:
+    (record,) = records("loop_overhead.py", "--rounds", "1", "--steps", "5")
+    assert record["overhead"].keys() == {"fit", "fit of build_runtime"}
+
+
+@pytest.mark.slow
+def test_heads_of_large_vocabularies_agree_and_ours_takes_less_memory_than_torchs() -> None:
+    options = ["--positions", "256", "--vocabularies", "20000", "--width", "32", "--chunk", "64", "--rounds", "1"]
+    (record,) = records("cross_entropy.py", *options)
+    rows = {row["name"]: row for row in record["rows"]}
+    assert all(row["difference"] < 1e-4 for row in rows.values())
+    assert rows["ours"]["bytes"] < 1.0
+
+
+@pytest.mark.slow
 def test_texts_of_both_libraries_are_equal_when_they_are_timed() -> None:
     pytest.importorskip("transformers")
     (record,) = records("generation.py", "--tokens", "8", "--rounds", "1", "--layers", "1", "--width", "32")

@@ -43,13 +43,16 @@ from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precisi
 from speedtronic.registry import build_model, import_factory, registry
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
+from speedtronic.trainer.compile import keep_compiled_code
 from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
+from speedtronic.trainer.profiling import StepProfiler
 from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
     from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
+    from speedtronic.tuning import Plan, Workbench
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -90,15 +93,26 @@ def train_from_config(
     resume: bool = False,
     device: str | torch.device | None = None,
     max_steps: int | None = None,
+    profile_steps: int | None = None,
 ) -> TrainResult:
-    """Build a runtime and fit it. The arguments are those of `build_runtime`."""
+    """Build a runtime and fit it.
+
+    Args:
+        config, resume, device, max_steps: those of `build_runtime`.
+        profile_steps: trace so many steps after the first ones into `trace.json` in `run.output_dir`, and log a table
+            of the time a phase.
+    """
     settings = _resolve(config)
     folder = run_folder(settings)
+    threads = torch.get_num_threads()
     # Taken before a log file is opened, so that a second process leaves no line in the first one's files.
     with RunLock(folder) if folder is not None else nullcontext():
-        trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps)
-        with trainer.logger:
-            return trainer.fit()
+        trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps, profile_steps=profile_steps)
+        try:
+            with trainer.logger:
+                return trainer.fit()
+        finally:
+            torch.set_num_threads(threads)
 
 
 run = train_from_config
@@ -106,7 +120,12 @@ train = train_from_config
 
 
 def _build(
-    settings: SpeedtronicConfig, *, resume: bool, device: str | torch.device | None, max_steps: int | None
+    settings: SpeedtronicConfig,
+    *,
+    resume: bool,
+    device: str | torch.device | None,
+    max_steps: int | None,
+    profile_steps: int | None = None,
 ) -> tuple[Trainer, CheckpointManager]:
     """`build_runtime` for a configuration that `_resolve` returned."""
     seed_everything(settings.run.seed)
@@ -137,8 +156,18 @@ def _build(
     _check_takes_documents(model, settings)
     if saved is None and settings.run.init_from is not None:
         _load_initial_weights(model, settings.run.init_from, settings, data.tokenizer, logger)
+    given, plan = settings, _plan(settings, model, target_device, saved, max_steps, logger)
+    if plan is not None:
+        settings = plan.choices.applied_to(given)
+        _configure_torch(settings)
+        precision = resolve_precision(settings.precision, target_device)
+        if settings.data.plain() != given.data.plain():
+            data = _build_data(settings, target_device, logger)
     shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
     optimizer = build_optimizer(model, settings, target_device)
+    profiler = []
+    if profile_steps is not None:
+        profiler.append(StepProfiler(profile_steps, Path(settings.run.output_dir) / "trace.json"))
     trainer = Trainer(
         model,
         optimizer,
@@ -153,15 +182,77 @@ def _build(
         max_steps=max_steps,
         evaluator=_build_evaluator(data, settings, target_device, precision, logger),
         lock_directory=folder,
-        on_lock=partial(_record_run, folder, settings, manager, logger) if folder is not None else None,
-        metadata={"tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None},
+        on_lock=partial(_record_run, folder, given, manager, logger) if folder is not None else None,
+        metadata={
+            "tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None,
+            "tuning": plan.model_dump() if plan is not None else None,
+        },
         shape_report=shape_report,
-        callbacks=_build_callbacks(settings),
+        callbacks=[*_build_callbacks(settings), *profiler],
+        merged_micro_batches=plan.choices.merged if plan is not None else 1,
     )
     if saved is not None:
         _resume(trainer, saved, settings)
         logger.info(f"resumed at step {trainer.step} from {manager.loaded_path}")
     return trainer, manager
+
+
+def _plan(
+    config: SpeedtronicConfig,
+    model: nn.Module,
+    device: torch.device,
+    saved: Mapping[str, Any] | None,
+    max_steps: int | None,
+    logger: MetricLogger,
+) -> Plan | None:
+    """How the run runs, if `tune` decides it."""
+    before = saved.get("tuning") if saved is not None else None
+    if config.tune == "off" and before is None:
+        return None
+    from speedtronic.tuning import plan_of_run  # imported only by a run that is tuned
+
+    return plan_of_run(
+        config,
+        _workbench(config, model, device),
+        step=saved["step"] if saved is not None else 0,
+        target=max_steps or config.data.max_steps or config.run.max_steps,
+        saved=before,
+        logger=logger,
+    )
+
+
+def tune_from_config(config: ConfigSource, *, device: str | torch.device | None = None) -> Plan:
+    """Measure how a configuration runs fastest on this machine, however long that takes.
+
+    Nothing is trained and no file of a run is written. The arguments and errors are those of `build_runtime`.
+    """
+    from speedtronic.tuning import measure_plan
+
+    settings = _resolve(config)
+    seed_everything(settings.run.seed)
+    _configure_torch(settings)
+    target_device = resolve_device(device if device is not None else settings.run.device)
+    model = build_model(settings.model).to(target_device)
+    if uninitialized(model):
+        precision, quiet = resolve_precision(settings.precision, target_device), MetricLogger(level="ERROR")
+        _initialize_lazy_modules(
+            model, build_data(settings, pin_memory=False).train, settings, target_device, precision, quiet
+        )
+    _check_takes_documents(model, settings)
+    target = settings.data.max_steps or settings.run.max_steps
+    return measure_plan(settings, _workbench(settings, model, target_device), step=0, target=target, limited=False)
+
+
+def _workbench(config: SpeedtronicConfig, model: nn.Module, device: torch.device) -> Workbench:
+    from speedtronic.tuning import Workbench
+
+    pin_memory = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+
+    def make_loader(settings: SpeedtronicConfig) -> Loader:
+        # Of all the data: a node's part has the same shapes, and its place in the store is asked for once.
+        return build_data(settings, pin_memory=pin_memory).train
+
+    return Workbench(model, device, make_loader=make_loader, make_optimizer=build_optimizer)
 
 
 def _record_run(folder: Path, config: SpeedtronicConfig, manager: CheckpointManager, logger: MetricLogger) -> None:
@@ -279,6 +370,8 @@ def seed_everything(seed: int) -> None:
 def _configure_torch(config: SpeedtronicConfig) -> None:
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.compile:
+        keep_compiled_code()  # before anything compiles
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
 

@@ -50,6 +50,22 @@ def test_options_are_overrides_of_the_run_section(tmp_path: Path) -> None:
     assert (state["step"], state["config"]["scheduler"]["max_steps"]) == (3, 3)
 
 
+def test_a_profile_leaves_a_trace_in_the_runs_folder_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    assert main(["train", str(config), "--max-steps", "6", "--profile", "2"]) == 0
+    assert json.loads((tmp_path / "run/trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    out = capsys.readouterr().out
+    assert "profile of the steps 4 to 5" in out
+    assert "backward" in out
+
+
+def test_a_profile_of_no_steps_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(write_config(tmp_path)), "--profile", "0"]) == 2
+    assert "--profile is a number of steps, at least 1, not 0" in capsys.readouterr().err
+
+
 def test_resume_goes_on_from_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     assert main(["train", str(config), "data.max_steps=2"]) == 0

@@ -187,7 +187,11 @@ def test_a_shorthand_is_its_full_form(short: dict[str, object], full: dict[str, 
         ({"run": {"self": 2}}, "run.self: unknown key"),
         ({"muon_plus": True}, "optimizer.muon_plus: needs optimizer.name: muon, not adamw"),
         ({"ooo_streams": 9}, "ooo_streams: must be at most 8, not 9"),
-        ({"tune": "on"}, "tune: must be 'off' or 'auto', not the text 'on'"),
+        ({"tune": "on"}, "tune: must be off, auto, or the path of a plan that ends in .json, not the text 'on'"),
+        (
+            {"data": {"micro_batch_size": "auto"}},
+            "data.micro_batch_size: auto needs tune: auto, or a plan; else give a whole number",
+        ),
         ({"plugins": "my_model"}, "plugins: must be a list, not the text 'my_model'"),
         ({"plugins": ["a", ""]}, "plugins[1]: must not be empty"),
     ],
@@ -239,6 +243,13 @@ def test_a_shorthand_is_not_an_attribute() -> None:
 
 def test_accumulation_steps_is_target_over_micro_batch() -> None:
     assert SpeedtronicConfig(data={"micro_batch_size": 4, "target_batch_size": 32}).accumulation_steps == 8
+
+
+def test_a_size_of_auto_stays_auto_through_copies_and_files() -> None:
+    config = SpeedtronicConfig(data={"micro_batch_size": "auto", "target_batch_size": 6}, tune="plans/a.json")
+    for one in (config, config.model_copy(deep=True).validate(), SpeedtronicConfig.from_yaml(config.to_yaml())):
+        assert one.to_dict()["data"]["micro_batch_size"] == "auto"
+        assert one.data.micro_batch_size == 1
 
 
 def test_what_only_the_engine_can_know_is_not_checked() -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from speedtronic import ReferenceTransformer
+from speedtronic.errors import ConfigError
+from speedtronic.runtime import seed_everything
 from speedtronic.trainer import Trainer
+from speedtronic.trainer.compile import keep_compiled_code, repeated_blocks
 from tests.support.models import (
     ACCUMULATE_TWO,
     Events,
@@ -78,6 +88,49 @@ def test_a_compiled_failure_reruns_the_update_eagerly_from_the_same_state(
     assert losses == [record["loss"] for record in eager.fit(4).metrics]
 
 
+class DrawingEverywhere(Regression):
+    """Draws from all three generators in its forward."""
+
+    def __init__(self, *, draws: bool = True) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        scale = random.random() + np.random.random() if self.draws else 1.0
+        return super().forward(nn.functional.dropout(x * scale, 0.5, self.training), y)
+
+
+def test_a_failure_after_many_good_updates_rewinds_every_generator_that_the_model_draws_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    losses = []
+    for fail_at in (0, 12):  # never, and in the second micro batch of the sixth update
+        monkeypatch.setattr(
+            torch, "compile", lambda model, at=fail_at, **options: Breakable(model, {at}, RuntimeError("broken"))
+        )
+        torch.manual_seed(0)
+        ours = make_trainer(DrawingEverywhere(), config=config_of(compile=True, data=ACCUMULATE_TWO))
+        seed_everything(1)
+        losses.append([record["loss"] for record in ours.fit(8).metrics])
+    assert losses[0] == losses[1]
+
+
+def test_generators_that_the_model_does_not_draw_from_are_read_in_the_first_updates_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **options: Breakable(model, set(), RuntimeError()))
+    ours = make_trainer(DrawingEverywhere(draws=False), config=config_of(compile=True))
+    ours.fit(4)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("NumPy's state was read")
+
+    monkeypatch.setattr(np.random, "get_state", refuse)
+    for _ in range(3):
+        ours._compilation.states.keep()
+        ours._compilation.states.note_success()
+
+
 def test_the_eager_error_is_raised_when_the_rerun_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = breakable_trainer(monkeypatch, RuntimeError("compiled"), fail_at=1)
 
@@ -115,6 +168,94 @@ def test_a_batch_smaller_than_the_first_does_not_reach_the_compiler(monkeypatch:
     x, y = regression_batches()[0]
     make_trainer(batches=[(x, y), (x[:2], y[:2])], config=config_of(compile=True)).fit(4)
     assert made[0].calls == 2
+
+
+# ---------------------------------------------------------------- what is compiled, and how often
+
+
+def tiny_model(layers: int = 3) -> ReferenceTransformer:
+    torch.manual_seed(0)
+    return ReferenceTransformer(vocab_size=11, max_seq_len=6, n_layer=layers, d_model=16, n_head=2, ngram_order=2)
+
+
+def token_batches(*sizes: int) -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    rows = [torch.randint(0, 11, (size, 7)) for size in sizes]
+    return [{"input_ids": row[:, :-1], "labels": row[:, 1:]} for row in rows]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many graphs were compiled. The compiler traces as it always does, and runs a graph without making code."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_a_run_compiles_one_graph_also_with_a_short_last_batch_and_evaluations(
+    graphs: Callable[[], int], regional: bool
+) -> None:
+    model = tiny_model()
+    evaluated: list[float] = []
+
+    def evaluate(model: nn.Module, should_stop: Any) -> dict[str, float]:
+        model.eval()
+        with torch.no_grad():
+            evaluated.append(model(**token_batches(2)[0])["loss"].item())
+        model.train()
+        return {"loss": evaluated[-1]}
+
+    config = config_of(compile=True, compile_options={"regional": regional}, eval={"every_steps": 2})
+    events = Events()
+    ours = make_trainer(model, token_batches(4, 4, 3), config=config, evaluator=evaluate, events=events)
+    ours.fit(3)
+    assert [payload["status"] for payload in events.of("compile")] == ["enabled"]
+    assert graphs() == 1
+    with torch.compiler.set_stance("fail_on_recompile"):
+        losses = [record["loss"] for record in ours.fit(8).metrics]
+    assert evaluated
+    assert not any("forward" in vars(module) for module in model.modules())
+    eager = make_trainer(tiny_model(), token_batches(4, 4, 3))
+    assert losses == pytest.approx([record["loss"] for record in eager.fit(8).metrics][3:], rel=1e-5)
+
+
+def test_the_reference_model_is_one_graph_from_ids_to_the_loss(graphs: Callable[[], int]) -> None:
+    torch.compile(tiny_model(), fullgraph=True)(**token_batches(4)[0])["loss"].backward()
+    assert graphs() == 1
+
+
+def test_blocks_are_found_by_name_and_else_by_their_class() -> None:
+    model = tiny_model()
+    assert repeated_blocks(model) == list(model.blocks)
+    layer = partial(nn.TransformerEncoderLayer, 8, 2, 16)
+    named_otherwise = nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(900, 900), nn.Linear(900, 900)])})
+    named_otherwise["layers"] = nn.Sequential(layer(), layer())
+    assert repeated_blocks(named_otherwise) == list(named_otherwise["layers"].children())
+
+
+def test_a_model_without_blocks_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"Regression has no list .* named `blocks`, or set it to false"):
+        make_trainer(config=config_of(compile=True, compile_options={"regional": True}))
+
+
+def test_compiled_code_is_kept_in_the_cache_that_outlives_a_restart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPEEDTRONIC_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "the user's own")
+    assert keep_compiled_code() == "the user's own"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(torch, "compile", lambda model, **options: Breakable(model, set(), RuntimeError()))
+    events = Events()
+    make_trainer(config=config_of(compile=True), events=events)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "torch-compile")
+    assert events.of("compile") == [{"status": "enabled", "cache": str(tmp_path / "torch-compile")}]
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("SPEEDTRONIC_CACHE", str(tmp_path / "a file"))
+    assert keep_compiled_code() is None
 
 
 @pytest.mark.slow

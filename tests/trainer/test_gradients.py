@@ -152,3 +152,34 @@ def test_clipping_scales_gradients_down_to_the_norm_and_never_up() -> None:
     assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
     clip_gradients([parameter], 10.0)
     assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e9])
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 5, [torch.float32, torch.float64]])
+def test_norm_and_clipping_are_those_of_torch_to_the_last_bit(
+    max_norm: float | None, dtypes: list[torch.dtype]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.zeros(3, 2 + size, dtype=dtype)) for size, dtype in enumerate(dtypes)]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.grad = torch.randn(mine.shape, dtype=mine.dtype, generator=generator)
+        other.grad = mine.grad.clone()
+    expected = nn.utils.get_total_norm([p.grad for p in theirs if p.grad is not None])
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(theirs, max_norm, expected)
+    assert torch.equal(clip_gradients(ours, max_norm), expected)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_gradients_that_have_a_graph_of_their_own_are_clipped() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    (weight.grad,) = torch.autograd.grad((weight**2 / 2).sum(), [weight], create_graph=True)
+    norm = clip_gradients([weight], 1.0)
+    assert norm.item() == pytest.approx(5.0)
+    assert not norm.requires_grad
+    assert weight.grad is not None
+    assert weight.grad.tolist() == pytest.approx([0.6, 0.8])

@@ -46,6 +46,7 @@ NODE = {"enabled": True, "repo_id": "folder:/nowhere", "role": "worker"}
         ({"data": {"validation_fraction": 0.2, "seed": 1}}, "data.validation_fraction, data.seed", "dataloader="),
         ({"model": {"name": "mine"}}, "model.name", "pass model=speedtronic.build_model(config)"),
         ({"plugins": ["mine"]}, "plugins", "pass model="),
+        ({"tune": "auto"}, "tune", "let speedtronic.runtime.build_runtime make them"),
         ({"ooo_backprop": True}, "ooo_backprop", "not part of this version yet"),
     ],
 )

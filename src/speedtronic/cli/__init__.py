@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from speedtronic import __version__
-from speedtronic.cli import checkpoints, configuration, data, diloco, generate, output, train
+from speedtronic.cli import checkpoints, configuration, data, diloco, generate, output, train, tune
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.cli.tracebacks import format_error
 from speedtronic.errors import SpeedtronicError
@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
     train.add_parser(commands)
+    tune.add_parser(commands)
     configuration.add_validate(commands)
     configuration.add_schema(commands)
     generate.add_parser(commands)

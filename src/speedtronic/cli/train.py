@@ -32,12 +32,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1, mps (run.device)")
     parser.add_argument("--max-steps", type=int, metavar="N", help="run.max_steps")
     parser.add_argument("--output-dir", metavar="DIR", help="run.output_dir")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        metavar="N",
+        help="trace N steps after the first ones into trace.json in the run's folder, and say what takes their time",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues the run in the folder, and --overwrite starts another: choose one")
+    if args.profile is not None and args.profile < 1:
+        raise ConfigError(f"--profile is a number of steps, at least 1, not {args.profile}")
     options = {"run.device": args.device, "run.max_steps": args.max_steps, "run.output_dir": args.output_dir}
     overrides = [
         # JSON is YAML in which a folder named 2024 is still text.
@@ -69,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         import_plugins(config.plugins, plugins_folder)
         if former is not None:
             output.write(f"the run in {config.run.output_dir} was moved to {set_aside(former)}\n")
-        result = train_from_config(config, resume=args.resume)
+        result = train_from_config(config, resume=args.resume, profile_steps=args.profile)
 
     if result.interrupted_by is not None:
         how = f"to continue: {shlex.join(_continue_command(args))}"

@@ -11,6 +11,16 @@ from speedtronic.config.problems import InvalidConfigError, Path, Problem, probl
 from speedtronic.config.secrets import redacted_under
 
 
+class AutoSize(int):
+    """A size that is written `auto`: measuring finds it (`tune`). It is 1 until then."""
+
+    def __new__(cls, value: int = 1) -> AutoSize:
+        return super().__new__(cls, value)
+
+    def __repr__(self) -> str:
+        return "auto"
+
+
 class Section(BaseModel):
     """A part of the configuration.
 
@@ -119,6 +129,8 @@ def _plain(value: Any) -> Any:
         return value.plain()
     if isinstance(value, SecretStr):
         return value.get_secret_value()
+    if isinstance(value, AutoSize):
+        return repr(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):

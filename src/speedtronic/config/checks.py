@@ -20,8 +20,6 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "distributed.trusted_nodes": (),
     "distributed.robust": (),
     "ooo_backprop": (),
-    "tune": (),
-    "compile_options.regional": (),
     "precision.mode": ("fp8",),
     "eval.patience": (),
     "eval.samples": (),

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
-from speedtronic.config.base import Section
+from speedtronic.config.base import AutoSize, Section
 from speedtronic.config.loading import gather
 from speedtronic.config.problems import InvalidConfigError, Problem, unknown_key
 from speedtronic.config.secrets import redacted
@@ -31,6 +31,7 @@ from speedtronic.config.sections import (
     SchedulerConfig,
     ShapeValidationConfig,
     TextList,
+    Tuning,
 )
 from speedtronic.config.shorthands import in_full
 from speedtronic.config.text import write_yaml
@@ -89,8 +90,11 @@ class SpeedtronicConfig(Section):
         description="Importable factories package.module:function of callbacks, which act between two steps. Called "
         "without arguments, or with the whole configuration if they have a parameter config.",
     )
-    tune: Literal["off", "auto"] = Field(
-        default="off", description="auto: find the fastest way to run on this machine by measuring."
+    tune: Tuning = Field(
+        default="off",
+        description="auto: find the fastest way to run on this machine by measuring, in at most 2% of the run. Or the "
+        "path of a plan, a file of `speedtronic tune` that ends in .json. Keys with another value than their default "
+        "stay as they are; precision.mode: auto may become bf16.",
     )
 
     def __init__(self, /, **values: Any) -> None:
@@ -101,6 +105,10 @@ class SpeedtronicConfig(Section):
             problems += error.problems
         if not problems and (problem := self.scheduler.check_decay()) is not None:
             problems.append(Problem(("scheduler", "decay_steps"), problem))
+        if not problems and self.tune == "off" and isinstance(self.data.micro_batch_size, AutoSize):
+            problems.append(
+                Problem(("data", "micro_batch_size"), "auto needs tune: auto, or a plan; else give a whole number")
+            )
         if problems:
             raise InvalidConfigError(problems)
 

@@ -19,7 +19,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from speedtronic.config.base import Section
+from speedtronic.config.base import AutoSize, Section
 from speedtronic.config.problems import in_words, is_unicode
 from speedtronic.config.secrets import REDACTED, without_redacted
 
@@ -50,6 +50,10 @@ def _writable(value: str) -> str:
 
 def _none_or(value: object, check: Any) -> Any:
     return None if value is None else check(value)
+
+
+def _auto_or(value: object, check: Any) -> Any:
+    return AutoSize() if value == "auto" or isinstance(value, AutoSize) else check(value)
 
 
 def _not_redacted(value: object) -> object:
@@ -104,6 +108,13 @@ PathText = Annotated[str, BeforeValidator(_as_text), Field(min_length=1), AfterV
 _LARGEST_SIZE = 2**31 - 1
 _MOST_PROCESSORS = 4096
 Size = Annotated[int, Field(gt=0, le=_LARGEST_SIZE)]
+SizeOrAuto = Annotated[
+    Size,
+    WrapValidator(_auto_or),
+    WithJsonSchema(
+        {"anyOf": [{"enum": ["auto"]}, {"type": "integer", "exclusiveMinimum": 0, "maximum": _LARGEST_SIZE}]}
+    ),
+]
 Width = Annotated[int, Field(gt=0, le=_LARGEST_SIZE // 4)]  # the feed-forward width that follows it is a size too
 Processors = Annotated[int, Field(gt=0, le=_MOST_PROCESSORS)]
 Count = Annotated[int, Field(gt=0, le=2**53)]
@@ -127,6 +138,12 @@ LossName = Annotated[
     _schema_match(_LOSSES),
 ]
 FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
+_TUNING = r"off|auto|.+\.json"
+Tuning = Annotated[
+    str,
+    _check_match(_TUNING, "off, auto, or the path of a plan that ends in .json"),
+    _schema_match(_TUNING),
+]
 _COMPONENTS = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NodeId = Annotated[
     str,
@@ -280,7 +297,9 @@ class DataConfig(Section):
     block_size: Size | None = Field(
         default=None, description="Tokens T in a training sequence. Null: model.max_seq_len."
     )
-    micro_batch_size: Size = Field(default=1, description="Sequences in one forward pass.")
+    micro_batch_size: SizeOrAuto = Field(
+        default=1, description="Sequences in one forward pass. auto: the fastest number within memory; needs tune."
+    )
     target_batch_size: Size = Field(
         default=1, description="Sequences in one optimizer update; a multiple of micro_batch_size."
     )
@@ -319,7 +338,7 @@ class DataConfig(Section):
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         target, micro = values.get("target_batch_size"), values.get("micro_batch_size")
-        if target and micro and target % micro:
+        if target and micro and micro != "auto" and target % micro:
             remedy = -(-target // micro) * micro
             yield (
                 "target_batch_size",
@@ -661,4 +680,7 @@ class CompileOptions(Section):
         default=None, description="Mode of torch.compile; null is PyTorch's default."
     )
     dynamic: bool | None = Field(default=None, description="Compile for changing shapes; null lets PyTorch find out.")
-    regional: bool = Field(default=False, description="Compile each block once instead of the whole model.")
+    regional: bool = Field(
+        default=False,
+        description="Compile the blocks that the model repeats, once for all of them, instead of the whole model.",
+    )

@@ -68,7 +68,13 @@ EVENTS: Mapping[str, EventKind] = {
     "checkpoint": EventKind(
         "a checkpoint is durable, or its save failed (`path` is null)", ("step", "path"), ("error",)
     ),
-    "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("error",)),
+    "tune": EventKind(
+        "how the run runs was decided: `source` is measured, cache, checkpoint, file, or too short; `choices` are what "
+        "differs from the configuration; `speedup` is of a step when it was measured, or null; `ways` were measured",
+        ("source", "choices", "speedup", "ways"),
+        level=DEBUG,  # a line for people says it too
+    ),
+    "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("cache", "error")),
     "optimizer_step_skipped": EventKind(
         "a gradient scaler skipped an update", ("step", "reason", "scale"), level=WARNING
     ),

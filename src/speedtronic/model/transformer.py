@@ -616,6 +616,11 @@ class ReferenceTransformer(nn.Module):
         return logits
 
     @property
+    def supports_merged_microbatches(self) -> bool:
+        """Whether no sample of a batch depends on another one or on random numbers: true without dropout."""
+        return self.config.dropout == 0.0
+
+    @property
     def blocks(self) -> nn.ModuleList:
         """The `TransformerBlock`s, first to last."""
         return cast(nn.ModuleList, self.transformer["h"])

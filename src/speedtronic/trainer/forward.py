@@ -6,7 +6,7 @@ Nothing here reads a number from the device: losses and counts stay tensors unti
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from speedtronic.errors import ModelError
+from speedtronic.model import causal_cross_entropy
 from speedtronic.model.wrappers import forward_signature, innermost
 from speedtronic.precision import PrecisionPlan, autocast_context
 from speedtronic.trainer.loss import LossFunction, doubt_about, has_no_target, resolve_loss
@@ -193,6 +194,16 @@ class Forward:
                 doubt_about(output, batch, self._once)
             self._note_without_target(loss.detach(), batch)
             return loss
+
+    def mean_of_means(self, model: Callable[..., Any], batch: Mapping[str, Tensor], samples: Sequence[int]) -> Tensor:
+        """Return the mean of the mean losses of parts of `batch` with so many samples each, in one forward pass.
+
+        The model is one whose micro batches may be merged (`trainer.merging`). A part without a target has the loss 0.
+        """
+        with autocast_context(self._plan):
+            output = self.call(model, {key: value for key, value in batch.items() if key != "labels"})
+            logits, labels = (torch.split(tensor, list(samples)) for tensor in (output["logits"], batch["labels"]))
+            return torch.stack([causal_cross_entropy(*part) for part in zip(logits, labels, strict=True)]).mean()
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
         """Return what the model returns for `batch`.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from speedtronic.ranks import Group
 from speedtronic.trainer.loss import count_labels
+from speedtronic.trainer.profiling import phase
 
 
 def micro_batch_divisors(micro_batches: int, group: Group) -> list[float | None]:
@@ -53,13 +54,15 @@ def accumulate(
     """
     total: Tensor | None = None
     for batch, divisor in zip(batches, divisors, strict=True):
-        loss = forward(batch)
+        with phase("forward"):
+            loss = forward(batch)
         if divisor is None:
             loss = torch.zeros_like(loss)
         else:
             loss = loss / divisor
             # Backward at once, so that the graph of only one micro batch is alive.
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            with phase("backward"):
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "an update has at least one micro batch"
     return total
@@ -72,7 +75,23 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     they stay as they are.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if len({(type(g), g.dtype, g.device, g.layout) for g in gradients}) == 1 and _are_plain(gradients[0]):
+        return _clip_alike(gradients, max_norm)
     norm = nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _are_plain(gradient: Tensor) -> bool:
+    """Whether torch computes with a list of such tensors at once."""
+    return type(gradient) is Tensor and not gradient.is_sparse and gradient.device.type in ("cpu", "cuda")
+
+
+@torch.no_grad()
+def _clip_alike(gradients: list[Tensor], max_norm: float | None) -> Tensor:
+    """What torch's functions do, to the last bit. They sort the gradients by device and dtype, twice in an update."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if max_norm is not None:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

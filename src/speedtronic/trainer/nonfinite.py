@@ -65,8 +65,9 @@ class NonFiniteGuard:
 
     def inspect(self, loss: Tensor, norm: Tensor) -> Tensor:
         """Return 1.0 where this update must not be applied, else 0.0: a 0-dim float32 tensor on the device."""
-        # The sum is finite only where both are.
-        bad = (~torch.isfinite(loss + norm)).to(torch.float32)
+        # The sum is finite only where both are, and only then the difference is 0 and not NaN.
+        total = loss + norm
+        bad = (total - total).nan_to_num(1.0).to(torch.float32)
         if self._policy == "stop" and self._takes_verdict:
             # The host will know only at the next log, so a bad update also refuses those after it.
             self._bad = bad if self._bad is None else torch.maximum(self._bad, bad)

@@ -90,31 +90,47 @@ class Readback:
 
 
 class _Window:
-    """The device's numbers of some updates, stacked into one tensor whose copy to the host has started."""
+    """The device's numbers of some updates, stacked into one tensor whose copy to the host has started.
+
+    Those of a CPU are on the host already, and are read one by one.
+    """
 
     def __init__(self, updates: list[Update], device: torch.device) -> None:
         self._updates = updates
+        self._event: Any = None
+        self._on_host = device.type == "cpu"
+        if self._on_host:
+            return
         # MPS has no float64; elsewhere a float64 model's loss arrives as it was.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         # One stack and one copy for the whole window. Masked token counts are int64, so they get a tensor of their own.
         rows = torch.stack([n.to(dtype) for u in updates for n in (u.loss, u.grad_norm, u.bad)]).view(-1, 3)
         masked = [u.tokens for u in updates if isinstance(u.tokens, Tensor)]
         tokens = torch.stack(masked) if masked else None
-        self._event: Any = None
         if device.type == "cuda":
             self._rows, self._tokens = _to_pinned(rows), _to_pinned(tokens)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         else:
             self._rows, self._tokens = rows, tokens
-        self._host = rows.device.type == "cpu"
 
     def arrived(self) -> bool:
         if self._event is not None:
             return bool(self._event.query())
-        return self._host
+        return self._on_host
 
     def read(self) -> list[Numbers]:
+        if self._on_host:
+            return [
+                Numbers(
+                    update=update,
+                    loss=_number(update.loss),
+                    grad_norm=_number(update.grad_norm),
+                    bad=bool(_number(update.bad)),
+                    tokens=_number(update.tokens) if isinstance(update.tokens, Tensor) else update.tokens,
+                )
+                for update in self._updates
+            ]
         if self._event is not None:
             self._event.synchronize()
         assert self._rows is not None
@@ -129,6 +145,11 @@ class _Window:
             )
             for update, (loss, norm, bad) in zip(self._updates, self._rows.tolist(), strict=True)
         ]
+
+
+def _number(value: Tensor) -> Any:
+    """The number in a 0-dim tensor on the host. Unlike `item`, no trace shows this as a wait for a device."""
+    return value.tolist()
 
 
 def _to_pinned(tensor: Tensor | None) -> Tensor | None:

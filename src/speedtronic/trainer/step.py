@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import InputError, ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
 from speedtronic.trainer.compile import Compilation, is_out_of_memory
+from speedtronic.trainer.forward import Forward
 from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
+from speedtronic.trainer.loss import align_labels
+from speedtronic.trainer.merging import Merged, merge
 from speedtronic.trainer.nonfinite import NonFiniteGuard
+from speedtronic.trainer.profiling import phase
 
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row
 # multiplies its loss by less than 2⁻⁴⁸ and will not recover.
@@ -49,12 +52,13 @@ class Updater:
 
     Args:
         model: the module that is not compiled; `compilation` has the compiled one, if any.
-        forward: `forward(model, batch)` gives the scalar mean loss of a batch on the device.
+        forward: gives the scalar mean loss of a batch on the device.
         move_batch: copies a batch to the device.
         optimizer: applies the updates. Its `step` is looked up each time, so that it can be wrapped.
         scaler: scales losses under float16; disabled otherwise.
         config: how the loss is normalised, gradients are clipped, and updates that are not finite are treated.
         logger: receives the event of an overflow, and is told of parameters that nothing trains.
+        merged: how many micro batches run as one forward pass, where they fit together.
     """
 
     def __init__(
@@ -62,13 +66,14 @@ class Updater:
         model: nn.Module,
         *,
         compilation: Compilation,
-        forward: Callable[[Callable[..., Any], Any], Tensor],
+        forward: Forward,
         move_batch: Callable[[Any], Any],
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         group: Group,
         config: SpeedtronicConfig,
         logger: MetricLogger,
+        merged: int = 1,
     ) -> None:
         self.scaler = scaler
         self.guard = NonFiniteGuard(config.run.on_nonfinite, optimizer, unwrapped(model))
@@ -78,15 +83,24 @@ class Updater:
         self._move_batch = move_batch
         self._optimizer = optimizer
         self._group = group
+        self._micro_batches = config.accumulation_steps
+        self._unshifted = config.data.labels == "unshifted"
         self._by_tokens = config.data.loss_normalization == "tokens"
         self._max_norm = config.optimizer.grad_clip
         self._logger = logger
+        self._merged = merged
         self._scale = scaler.get_scale() if scaler.is_enabled() else 1.0
         self._overflows = 0
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._not_owned = [(name, p) for name, p in unwrapped(model).named_parameters() if id(p) not in owned]
         self._named: set[str] = set()
         self._clear()  # what was left from before
+
+    def take(self, batches: Iterator[Any]) -> list[Any]:
+        """The next micro batches of one update, with labels that are aligned."""
+        with phase("data"):
+            taken = [next(batches) for _ in range(self._micro_batches)]
+            return [align_labels(batch) for batch in taken] if self._unshifted else taken
 
     def run(self, batches: Sequence[Any], step: int) -> Outcome:
         """Run the update that makes global step `step`.
@@ -97,7 +111,8 @@ class Updater:
         """
         self.guard.keep_buffers()
         loss = self._backward(batches)
-        return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
+        with phase("update"):
+            return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
 
     def clear_gradients(self) -> None:
         """Clear the gradients of the optimizer and of the model, and warn of parameters that nothing trains.
@@ -128,28 +143,33 @@ class Updater:
         """Accumulate the gradients of the update; if compiled code fails, once more without it."""
         if self._compilation.model is None:
             return self._accumulate(self._model, batches)
-        rng = capture_rng_state()
+        self._compilation.states.keep()
         try:
-            return self._accumulate(self._compilation.model, batches)
+            loss = self._accumulate(self._compilation.model, batches)
         except Exception as error:  # noqa: BLE001 - compilers fail in any way; what the eager rerun raises is raised
             if is_out_of_memory(error) or isinstance(error, InputError):  # a batch or a loss that cannot be used
                 raise
             self._compilation.abandon("runtime_fallback", error)
+        else:
+            self._compilation.states.note_success()
+            return loss
         # Rewind what the failed attempt moved: random numbers, running statistics and the gradients so far.
-        restore_rng_state(rng)
+        self._compilation.states.restore()
         self.guard.put_buffers_back()
         self._clear()
         return self._accumulate(self._model, batches)
 
     def _accumulate(self, model: Callable[..., Any], batches: Sequence[Any]) -> Tensor:
+        parts: Sequence[Any] = batches
+        if self._merged > 1:
+            parts = merge(batches, self._merged, by_tokens=self._by_tokens) or batches
         if self._by_tokens:
-            divisors = token_divisors(batches, self._group)
+            labelled = [part.batch if isinstance(part, Merged) else part for part in parts]
+            divisors = token_divisors(labelled, self._group)
         else:
-            divisors = micro_batch_divisors(len(batches), self._group)
+            divisors = micro_batch_divisors(len(parts), self._group)
         try:
-            return accumulate(
-                lambda batch: self._forward(model, self._move_batch(batch)), batches, divisors, scaler=self.scaler
-            )
+            return accumulate(lambda part: self._loss(model, part), parts, divisors, scaler=self.scaler)
         except RuntimeError as error:
             if _NO_SECOND_DERIVATIVE.search(str(error)) is None:
                 raise
@@ -158,6 +178,13 @@ class Updater:
                 "torch has chosen has none; let torch take the one that has: call fit(), or the model in your loss, "
                 "inside `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`"
             ) from error
+
+    def _loss(self, model: Callable[..., Any], part: Any) -> Tensor:
+        """The mean loss of a micro batch, or the mean of the mean losses of merged ones."""
+        if not isinstance(part, Merged):
+            return self._forward(model, self._move_batch(part))
+        batch = self._move_batch(part.batch)
+        return self._forward(model, batch) if part.even else self._forward.mean_of_means(model, batch, part.samples)
 
     def _guarded_update(self, loss: Tensor) -> Outcome:
         """Apply the update unless it is not finite."""

@@ -29,7 +29,8 @@ from speedtronic.trainer.fit import Fit
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
-from speedtronic.trainer.loss import LossFunction, align_labels, loss_by_name
+from speedtronic.trainer.loss import LossFunction, loss_by_name
+from speedtronic.trainer.merging import check_merging
 from speedtronic.trainer.nonfinite import nonfinite_error
 from speedtronic.trainer.readback import Numbers, Readback, Update
 from speedtronic.trainer.reporting import StepReporter
@@ -41,7 +42,7 @@ from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
 from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
-from speedtronic.trainer.unused import unused_keys
+from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
 class Trainer:
@@ -71,12 +72,13 @@ class Trainer:
         on_lock: called by `fit` as soon as the folders belong to it.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
         shape_report: the result of an earlier startup shape validation; without it `fit` validates.
-        callbacks: objects with some of the methods of `trainer.Callback`, called in this order. Those that a
-            configuration names are built by `build_runtime`.
+        callbacks: objects with methods of `trainer.Callback`, called in this order; `build_runtime` builds a YAML's.
+        merged_micro_batches: how many of an update run as one forward pass, where they fit together; with the same
+            gradients to rounding. Only of a model that declares `supports_merged_microbatches`, without a `loss_fn`.
 
     Raises:
-        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several of them; one of the
-            callbacks has no method of a callback; or `config.loss` names a function that cannot be imported.
+        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several; a callback has no
+            method of one; `config.loss` names a function that cannot be imported; micro batches cannot be merged.
         DeviceError: the device does not exist here.
     """
 
@@ -102,6 +104,7 @@ class Trainer:
         metadata: Mapping[str, Any] | None = None,
         shape_report: ShapeReport | None = None,
         callbacks: Iterable[object] = (),
+        merged_micro_batches: int = 1,
     ) -> None:
         refuse_unsupported(optimizer, scheduler)
         config = SpeedtronicConfig() if config is None else config
@@ -130,11 +133,13 @@ class Trainer:
         self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
         parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=optimizer, scheduler=scheduler)
         parts |= dict(checkpoint_manager=checkpoint_manager, coordinator=coordinator, loss_fn=loss_fn, logger=logger)
-        for problem in unused_keys(self.config, parts | {"evaluator": evaluator, "callbacks": callbacks or None}):
+        parts |= {"evaluator": evaluator, "callbacks": callbacks or None, "metadata": metadata}
+        for problem in unused_keys(self.config, parts):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:
             evaluator.loss_fn = loss_fn
+        self._merged = check_merging(model, loss_fn, self.config.accumulation_steps, merged_micro_batches)
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
         self._count_warning = Once(self.logger.warning)
         self._parts = PartsSetApart(model, inform=self.logger.info, warn=self.logger.warning)
@@ -244,6 +249,7 @@ class Trainer:
                 group=self._group,
                 config=self.config,
                 logger=self.logger,
+                merged=self._merged,
             ),
             readback=Readback(self.device, every),
             reporter=reporter,
@@ -279,14 +285,9 @@ class Trainer:
         self._fit = None
 
     def _validate_shapes(self) -> None:
-        if self.shape_report is not None:
-            return
-        config = self.config
-        if "micro_batch_size" not in config.data.model_fields_set:
-            # Nobody gave the sizes of the batches, and the defaults say nothing about those of a user's own loader.
-            checks = config.shape_validation.model_copy(update={"check_batch": False, "check_sequence": False})
-            config = config.model_copy(update={"shape_validation": checks})
-        self.shape_report = validate_startup_shapes(config, self.model, self.device, self.precision, self.logger)
+        if self.shape_report is None:
+            config = with_known_sizes(self.config)
+            self.shape_report = validate_startup_shapes(config, self.model, self.device, self.precision, self.logger)
 
     def _start_coordinator(self, fit: Fit, stack: ExitStack) -> None:
         if fit.coordinator is not None:
@@ -311,9 +312,7 @@ class Trainer:
 
     def _train_step(self, fit: Fit) -> bool:
         """Run one global step; false when the gradient scaler skipped its update."""
-        batches = [next(self._state.batches) for _ in range(self.config.accumulation_steps)]
-        if self.config.data.labels == "unshifted":
-            batches = [align_labels(batch) for batch in batches]
+        batches = fit.updater.take(self._state.batches)
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1)
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
             # The host knows already, so the run ends here and not at the next log.

@@ -35,6 +35,11 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
         yield f"{key}: not part of this version yet, so nothing acts on it; remove it"
     if config.loss is not None and parts["loss_fn"] is not None:
         yield "loss: nothing acts on it, since the loss_fn that was passed goes before it; remove one of them"
+    if config.tune != "off" and "tuning" not in (parts["metadata"] or {}):
+        yield (
+            "tune: nothing acts on it, since the parts of this run were made by hand; let speedtronic.runtime."
+            "build_runtime make them, or remove it"
+        )
     for part, keys, remedy in (
         # The trainer itself clips and averages. All else was decided when the optimizer was made.
         (
@@ -78,6 +83,17 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
         if idle and not follows:
             why = f"no {part} was passed" if parts[part] is None else f"the {part} that was passed was not made by it"
             yield f"{', '.join(idle)}: nothing acts on it, since {why}; pass {part}={remedy}, or remove it"
+
+
+def with_known_sizes(config: SpeedtronicConfig) -> SpeedtronicConfig:
+    """The configuration, without checks of batch shapes where nobody gave the sizes of the batches.
+
+    The defaults say nothing about those of a user's own loader.
+    """
+    if "micro_batch_size" in config.data.model_fields_set:
+        return config
+    checks = config.shape_validation.model_copy(update={"check_batch": False, "check_sequence": False})
+    return config.model_copy(update={"shape_validation": checks})
 
 
 def _given(section: Section, but: tuple[str, ...] = ()) -> list[str]:

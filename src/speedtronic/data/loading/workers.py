@@ -15,7 +15,7 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -240,6 +240,8 @@ class Fetcher:
         self._replies: Iterator[Any] | None = None
         self._dataloader: DataLoader[Any] | None = None
         self._working = num_workers > 0
+        # Without workers there is nothing that torch's loader would do, unless it pins memory.
+        self._direct = None if num_workers or pin_memory else (batches, keys)
         self._context = multiprocessing_context
         self._may_end: Any = None  # in memory shared with the workers: whether they may end when they are told to
         self._make_dataloader = partial(
@@ -264,7 +266,7 @@ class Fetcher:
             DataWorkerError: a worker process has ended.
         """
         try:
-            with worker_exits.may_raise():
+            with worker_exits.may_raise() if self._working else nullcontext():
                 if self._replies is None:
                     self._replies = self._start()
                 reply = next(self._replies)
@@ -282,6 +284,9 @@ class Fetcher:
         return reply
 
     def _start(self) -> Iterator[Any]:
+        if self._direct is not None:
+            batches, keys = self._direct
+            return map(batches.__getitem__, keys)
         if not self._working:
             return iter(self._make_dataloader())
         if self._dataloader is None:
