@@ -66,7 +66,7 @@ def test_an_unknown_option_is_bad_use(file: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("trian", "invalid choice: 'trian'; did you mean train? (choose from train, validate,"),
+        ("trian", "invalid choice: 'trian'; did you mean train? (choose from train, tune,"),
         ("checkpoints lsit x", "invalid choice: 'lsit'; did you mean list? (choose from list, verify, export)"),
         ("zzz", "invalid choice: 'zzz' (choose from"),
         (
