@@ -14,7 +14,6 @@ from speedtronic.precision import (
     make_grad_scaler,
     resolve_device,
     resolve_precision,
-    runs_fused_adamw,
     supports_fused_adamw,
 )
 from tests.support.cases import case
@@ -167,11 +166,6 @@ def test_the_scaler_is_active_only_in_fp16() -> None:
 def test_fused_adamw_is_probed_only_on_cuda(device: str) -> None:
     """Seed: "When optimizer.fused is null, supports_fused_adamw(device) probes CUDA"."""
     assert supports_fused_adamw(device) is False
-
-
-def test_whether_fused_adamw_runs_is_tried_with_each_dtype() -> None:
-    assert runs_fused_adamw("cpu", [torch.float32, torch.float64])
-    assert not runs_fused_adamw("cpu", [torch.float32, torch.complex64])
 
 
 @pytest.mark.parametrize("error", [TypeError, RuntimeError, ValueError, None])

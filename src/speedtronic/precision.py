@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -104,19 +103,6 @@ def supports_fused_adamw(device: str | torch.device) -> bool:
     try:
         parameter = torch.nn.Parameter(torch.zeros(1, device=device))
         torch.optim.AdamW([parameter], fused=True)
-    except (TypeError, RuntimeError, ValueError):
-        return False
-    return True
-
-
-def runs_fused_adamw(device: str | torch.device, dtypes: Collection[torch.dtype] = (torch.float32,)) -> bool:
-    """Whether torch's fused AdamW runs on a device of any kind, for parameters of these dtypes: a step is tried."""
-    device = torch.device(device)
-    try:
-        parameters = [torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for dtype in dtypes]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        torch.optim.AdamW(parameters, fused=True).step()
     except (TypeError, RuntimeError, ValueError):
         return False
     return True

@@ -14,8 +14,14 @@ from speedtronic.errors import ConfigError
 from speedtronic.model import ReferenceTransformer
 from speedtronic.optimizers import factory, hybrid
 from speedtronic.optimizers.adamw import CautiousAdamW
-from speedtronic.optimizers.factory import build_adamw, build_hybrid, hybrid_groups, parameter_groups
-from speedtronic.precision import PrecisionPlan, runs_fused_adamw
+from speedtronic.optimizers.factory import (
+    build_adamw,
+    build_hybrid,
+    hybrid_groups,
+    parameter_groups,
+    runs_fused_adamw,
+)
+from speedtronic.precision import PrecisionPlan
 from speedtronic.runtime import build_optimizer
 from speedtronic.trainer import Trainer
 from speedtronic.trainer.nonfinite import NonFiniteGuard
@@ -138,6 +144,11 @@ def test_a_forced_fused_value_is_attempted_without_asking(monkeypatch: pytest.Mo
     assert not build_adamw(nn.Linear(2, 2), section(fused=False), CPU).param_groups[0]["fused"]
 
 
+def test_whether_fused_adamw_runs_is_tried_with_each_dtype() -> None:
+    assert runs_fused_adamw("cpu", [torch.float32, torch.float64])
+    assert not runs_fused_adamw("cpu", [torch.float32, torch.complex64])
+
+
 @pytest.mark.parametrize("keys", [{}, {"name": "muon"}, {"cautious": True}])
 @pytest.mark.parametrize("runs", [True, False])
 def test_fused_null_means_fused_wherever_a_step_of_it_runs(
@@ -145,7 +156,7 @@ def test_fused_null_means_fused_wherever_a_step_of_it_runs(
 ) -> None:
     """Beyond the seed's probe, which knows CUDA only."""
     if not runs:
-        monkeypatch.setattr(torch.optim.AdamW, "step", _refuse_to_step)
+        monkeypatch.setattr(factory.AdamW, "step", _refuse_to_step)
     optimizer = build_optimizer(Block(), SpeedtronicConfig.from_dict({"optimizer": keys}), CPU)
     assert {bool(group["fused"]) for group in optimizer.param_groups if "fused" in group} == {
         runs and runs_fused_adamw(CPU)

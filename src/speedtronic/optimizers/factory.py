@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from speedtronic.optimizers.adamw import COMPILED_FROM, CautiousAdamW
 from speedtronic.optimizers.hybrid import HybridOptimizer
 from speedtronic.optimizers.routing import route_parameters
 from speedtronic.optimizers.without_dynamo import AdamW
-from speedtronic.precision import runs_fused_adamw, supports_fused_adamw
+from speedtronic.precision import supports_fused_adamw
 
 _log = logging.getLogger(__name__)
 
@@ -188,6 +188,19 @@ def _cautious_step_compiles(device: torch.device) -> bool:
         CautiousAdamW([weight], compiled=True).step()
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and the step works without it
         _log.warning("the cautious step does not compile on %s (%s): it runs without the compiler", device, error)
+        return False
+    return True
+
+
+def runs_fused_adamw(device: str | torch.device, dtypes: Collection[torch.dtype] = (torch.float32,)) -> bool:
+    """Whether torch's fused AdamW runs on a device of any kind, for parameters of these dtypes: a step is tried."""
+    device = torch.device(device)
+    try:
+        parameters = [torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for dtype in dtypes]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        AdamW(parameters, fused=True).step()
+    except (TypeError, RuntimeError, ValueError):
         return False
     return True
 
