@@ -403,7 +403,7 @@ def known_by_its_number(root: Path) -> FolderStore:
 
 def known_as_its_creator(root: Path) -> FolderStore:
     store = known_by_its_number(root)
-    store.put_if_absent("store.json", b"this store")
+    store.put_if_absent("store.json", b'{"id":"this store","protocol":2}')
     return store
 
 
@@ -487,7 +487,7 @@ def test_a_process_that_starts_before_its_store_is_mounted_finds_it_afterwards(t
     assert store.get("store.json", limit=100) is None
     (tmp_path / "s").rename(tmp_path / "bare")
     (tmp_path / "mount").rename(tmp_path / "s")
-    assert store.get("store.json", limit=100) == b"this store"
+    assert store.get("store.json", limit=100) == b'{"id":"this store","protocol":2}'
     (tmp_path / "s").rename(tmp_path / "mount")
     (tmp_path / "bare").rename(tmp_path / "s")
     with pytest.raises(StoreUnavailableError, match="without this store's"):
@@ -515,7 +515,7 @@ def test_an_identity_that_was_read_in_part_or_lost_to_another_says_nothing(tmp_p
     known_as_its_creator(root)
     store = FolderStore(root)
     assert not store.put_if_absent("store.json", b"another")
-    assert store.get("store.json", limit=4, partial=True) == b"this "
+    assert store.get("store.json", limit=4, partial=True) == b'{"id"'
     assert store.get("store.json", limit=4) is None
     assert store.get("head/1", limit=1) == b"x"
 
@@ -539,3 +539,16 @@ def test_a_system_that_opens_nothing_relative_to_a_folder_is_refused(
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(StoreRefusedError, match="Windows cannot open a file relative to a folder.*use s3://"):
         FolderStore(tmp_path)
+
+
+def test_junk_in_place_of_the_identity_is_not_taken_for_it(tmp_path: Path) -> None:
+    """The true folder may be away, and return."""
+    known_as_its_creator(tmp_path / "mount")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "store.json").write_text("{}")
+    store = FolderStore(tmp_path / "s")
+    assert store.get("store.json", limit=100) == b"{}"
+    (tmp_path / "s").rename(tmp_path / "bare")
+    (tmp_path / "mount").rename(tmp_path / "s")
+    assert store.get("store.json", limit=100) == b'{"id":"this store","protocol":2}'
+    assert store.put_if_absent("in/a/s/00000001.safetensors", b"data")

@@ -10,6 +10,7 @@ link. So it stays in the folder that it began in, whatever is renamed, mounted o
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import sys
@@ -127,7 +128,7 @@ class FolderStore:
                 with _opened(root, folders) as folder:
                     data = _read(folder, last, limit, size, partial)
                 found = expected_bytes(data, limit, size, sha256, partial=partial)
-                if name == _IDENTITY and found and len(found) <= limit and self._identity is None:
+                if name == _IDENTITY and found and self._identity is None and _is_identity(found):
                     self._identity = found
                 return found
             return None
@@ -320,6 +321,14 @@ class FolderStore:
 
 def _number(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+def _is_identity(data: bytes) -> bool:
+    """Whether bytes can be the identity of a store. Junk in its place may be gone when the true folder returns."""
+    try:
+        return set(json.loads(data)) == {"id", "protocol"}
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def _has_identity(root: int) -> bool:
