@@ -318,25 +318,14 @@ def read_past(version: int) -> Procedure[Manifest | None]:
 
 
 def _look_for(
-    version: int, parent: str | EllipsisType | None, store: str | None = None, *, beside: bool = False
+    version: int, parent: str | EllipsisType | None, store: str | None = None
 ) -> Procedure[tuple[Manifest | None, int]]:
-    """The manifest of a version, and behind how many pieces of junk it lies, or the first free name.
-
-    Args:
-        beside: look beside a free name too. Somebody may have removed the junk that the manifest was put beside.
-    """
-    listed: set[str] | None = None
+    """The manifest of a version, and behind how many pieces of junk it lies, or the first free name."""
     for copy in range(MOST_COPIES):
         name = copy_name(head_name(version), copy)
-        if listed is not None and name not in listed:
-            continue
         data = yield from Get(name, limit=MANIFEST_LIMIT, partial=True)
         if data is None:
-            if not beside:
-                return None, copy
-            if listed is None:
-                free, listed = copy, {entry.name for entry in (yield from list_all(f"{HEADS}{version:08d}."))}
-            continue
+            return None, copy
         if len(data) > MANIFEST_LIMIT:
             continue
         try:
@@ -346,8 +335,6 @@ def _look_for(
             continue
         if manifest.version == version and parent in {..., manifest.parent} and store in {None, manifest.store}:
             return manifest, copy
-    if listed is not None:
-        return None, free
     if parent is ...:
         return None, MOST_COPIES
     raise StoreContentError(
@@ -385,7 +372,7 @@ def create_manifest(manifest: Manifest, parent: Manifest | None) -> Procedure[bo
     if len(data) > MANIFEST_LIMIT:
         raise StoreContentError(f"a manifest of {len(data)} bytes is too large to read; use a new distributed.repo_id")
     yield from _check_standing(manifest, parent)
-    standing, copy = yield from _look_for(manifest.version, manifest.parent, beside=True)
+    standing, copy = yield from _look_for(manifest.version, manifest.parent)
     while standing is None:
         yield from Put(copy_name(head_name(manifest.version), copy), data)
         yield from _check_standing(manifest, parent)
@@ -410,7 +397,7 @@ def check_head(known: Manifest) -> Procedure[None]:
         StoreUnavailableError: there is no such version, or this is not the store.
         StoreContentError: there is another one.
     """
-    standing, _ = yield from _look_for(known.version, known.parent, beside=True)
+    standing = yield from read_manifest(known.version, known.parent)
     if standing is None:
         raise StoreUnavailableError(f"{head_name(known.version)} is gone; is the folder mounted?")
     if standing.sha256 != known.sha256:
@@ -431,7 +418,7 @@ def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
     Raises:
         StoreContentError: the store has another history than `known` belongs to, or is of a later protocol.
     """
-    following = yield from _successor(known, beside=known is None)
+    following = yield from _successor(known)
     if following is None:
         return None
 
@@ -452,19 +439,19 @@ def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
         before = before or (yield from read_manifest(head.version - 1, store=store))
         if before is None or head.parent != before.sha256:
             head = following
-    while (newer := (yield from _successor(head, beside=True))) is not None:
+    while (newer := (yield from _successor(head))) is not None:
         head = newer
     yield from check_identity(head.store)
     return head
 
 
-def _successor(manifest: Manifest | None, *, beside: bool) -> Procedure[Manifest | None]:
-    """The version after a manifest; without one, version 0. For `beside` see `_look_for`."""
+def _successor(manifest: Manifest | None) -> Procedure[Manifest | None]:
+    """The version after a manifest; without one, version 0."""
     if manifest is None:
-        return (yield from _look_for(0, None, beside=beside))[0]
+        return (yield from read_manifest(0, None))
     if manifest.version == _LAST_NUMBER:
         return None
-    following, junk = yield from _look_for(manifest.version + 1, manifest.sha256, beside=beside)
+    following, junk = yield from _look_for(manifest.version + 1, manifest.sha256)
     if following is None and junk:
         yield from check_head(manifest)  # is it junk, or the next version of another history?
     return following
