@@ -81,6 +81,7 @@ def measuring_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return measured
 
 
+@pytest.mark.slow
 def test_measuring_moves_neither_batches_nor_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train_from_config(config(tmp_path / "plain"))
     measured = measuring_runs(monkeypatch)
@@ -91,6 +92,7 @@ def test_measuring_moves_neither_batches_nor_random_numbers(tmp_path: Path, monk
     assert losses(again) == losses(tuned)
 
 
+@pytest.mark.slow
 def test_a_tuned_run_that_was_stopped_and_resumed_is_the_one_that_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +119,7 @@ def _weights(folder: Path) -> list[torch.nn.Parameter]:
     return list(trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_short_run_neither_measures_nor_compiles(tmp_path: Path) -> None:
     with mock.patch("torch.compile") as compiled, mock.patch.object(tune.Bench, "__call__") as measured:
         train_from_config(
@@ -134,6 +137,7 @@ def test_a_plan_that_the_model_cannot_run_by_is_refused(tmp_path: Path) -> None:
         build_runtime(config(tmp_path / "run", path, model={"dropout": 0.1}))
 
 
+@pytest.mark.slow
 def test_tune_from_config_measures_without_a_trace_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = measuring_runs(monkeypatch)
     plan = tune_from_config(config(tmp_path / "run"))
