@@ -19,6 +19,8 @@ from speedtronic.tuning.plan import Choices
 from speedtronic.tuning.search import LEAST, WARM
 from tests.support.models import Regression, regression_batches
 
+pytestmark = pytest.mark.slow
+
 CONFIG = SpeedtronicConfig(data={"micro_batch_size": 4, "target_batch_size": 8}, precision={"mode": "fp32"})
 BASE = Choices.of(CONFIG)
 

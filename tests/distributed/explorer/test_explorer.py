@@ -32,6 +32,7 @@ def test_no_schedule_of_two_thousand_loses_or_doubles_anything() -> None:
     assert tally.troubles["forgotten"] > 50, "manifests had no room for a node"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_explorer_catches_a_protocol_that_lacks_one_rule(name: str) -> None:
     failure = several(range(SCHEDULES), name).failure
