@@ -1,4 +1,4 @@
-"""One live line on a terminal, below all other lines: step, bar, loss, tokens per second, time left, memory."""
+"""One live line on a terminal, below all other lines: step, bar, loss, speed, time left, memory, last checkpoint."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ from speedtronic.metrics.lines import duration, short_bytes, short_number
 from speedtronic.metrics.records import ENDS, TRAIN_START, TRAIN_STEP, Record
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.console import RenderableType
+    from rich.live import Live
+    from rich.table import Table
 
 ProgressMode: TypeAlias = Literal["off", "auto", "on"]
 PROGRESS_MODES: tuple[ProgressMode, ...] = ("off", "auto", "on")
 
 _SECONDS_BETWEEN_FRAMES = 0.1
-_WIDE = 100  # characters; a narrower terminal gets a shorter bar, so that the numbers after it are not cut off
+# Characters. A narrower terminal gets a shorter bar or none, and the last numbers are left out that have no room.
+_LONG_BAR, _SHORT_BAR = 20, 6
+_WIDE, _NARROW = 100, 60
 
 
 class ProgressSink:
-    """Shows one live line while a run trains. It moves with each step, and all records appear above it.
+    """Shows one live line while a run trains. It moves with each step, and stands for the lines about steps.
+
+    All other records appear above it. After a resize its next frame fits the terminal.
 
     It needs a terminal that can move its cursor; elsewhere all records go to the console. With `auto`, there is no live
     line if the console's level hides ordinary lines; with `on`, there is. The thread that writes draws the frames, at
-    most ten a second, and lines about steps wait for the next frame. A thread of its own could hold a lock while data
+    most ten a second. A thread of its own could hold a lock while data
     workers are forked.
 
     Args:
@@ -41,12 +47,11 @@ class ProgressSink:
         self._console = console
         self._mode = mode
         self._clock = clock
-        self._live: Progress | None = None
-        self._task: TaskID | None = None
+        self._live: Live | None = None
         self._target: float = 0
         self._step: float = 0
-        self._numbers = ""
-        self._above: list[str] = []  # lines that wait for the next frame
+        self._numbers: list[str] = []
+        self._saved: str | None = None  # the last checkpoint
         self._drawn_at = -math.inf
 
     def write(self, record: Record) -> None:
@@ -55,14 +60,14 @@ class ProgressSink:
             self.close()
         if self._live is None:
             self._console.write(record)
-        else:
-            if self._console.shows(record):
-                self._above.append(self._console.line(record))
-            if record.event != TRAIN_STEP:
-                self._draw()
-            elif (step := _finite_number(record.payload, "step")) is not None:
+        elif record.event == TRAIN_STEP:
+            if (step := _finite_number(record.payload, "step")) is not None:
                 self._numbers = _numbers(record.payload)
                 self.move_to(step)
+        else:
+            if record.event == "checkpoint" and record.payload.get("path") is not None:
+                self._saved = f"saved {record.payload.get('step')}"
+            self._draw(self._console.line(record) if self._console.shows(record) else None)
         # The record that starts a run is an ordinary line too, and the live line follows it.
         if record.event == TRAIN_START and self._live is None and self._wanted(record):
             self._start(record.payload)
@@ -90,40 +95,53 @@ class ProgressSink:
 
     def _start(self, payload: Mapping[str, Any]) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.live import Live
 
         # rich may replace `sys.stdout` by a stream that writes above the live line. The line itself needs the old one.
         stream = self._console.stream.target
-        console = Console(file=cast("TextIO", ConsoleStream(stream)))
-        self._live = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=20 if console.width >= _WIDE else 6),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=console,
+        self._target, self._step = payload["target_steps"], payload["step"]
+        self._numbers, self._saved = [], None
+        self._live = Live(
+            self._frame(80),
+            console=Console(file=cast("TextIO", ConsoleStream(stream))),
             auto_refresh=False,
             redirect_stdout=stream is sys.stdout,
             redirect_stderr=stream is sys.stdout and ConsoleStream(sys.stderr).isatty(),
         )
-        self._target, self._step = payload["target_steps"], payload["step"]
-        self._numbers = ""
-        self._task = self._live.add_task("", total=self._target, completed=payload["step"], numbers="")
         self._live.start()
 
-    def _draw(self) -> None:
+    def _draw(self, above: str | None = None) -> None:
         assert self._live is not None
-        assert self._task is not None
         self._drawn_at = self._clock()
+        if above is not None:
+            self._live.console.print(above, markup=False, highlight=False, soft_wrap=True)
+        self._live.update(self._frame(self._live.console.width), refresh=True)
+
+    def _frame(self, width: int) -> Table:
+        """The line for a terminal of so many characters."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Column, Table
+
         # Rounded down: only the last step makes it 100%.
         share = int(100 * self._step / self._target) if self._target > 0 else 100
-        self._live.update(self._task, completed=self._step, numbers=f"{min(share, 100)}%  {self._numbers}")
-        if self._above:
-            lines, self._above = "\n".join(self._above), []
-            self._live.console.print(lines, markup=False, highlight=False, soft_wrap=True)
-        self._live.refresh()
+        step, percent = f"step {self._step:.0f}/{self._target:.0f}", f"{min(share, 100)}%"
+        bar = _LONG_BAR if width >= _WIDE else _SHORT_BAR if width >= _NARROW else 0
+        # One character stays free: a full line would make some terminals begin another.
+        room = width - 1 - len(step) - 1 - (bar + 1 if bar else 0) - len(percent)
+        numbers = ""
+        for word in [*self._numbers, *([self._saved] if self._saved is not None else [])]:
+            if len(numbers) + 2 + len(word) > room:
+                break
+            numbers += f"  {word}"
+        bars = [ProgressBar(self._target, self._step, width=bar)] if bar else []
+        cells: list[RenderableType] = [step, *bars, percent + numbers]
+        line = Table.grid(*(Column(no_wrap=True) for _ in cells), padding=(0, 1, 0, 0))
+        line.add_row(*cells)
+        return line
 
 
-def _numbers(payload: Mapping[str, Any]) -> str:
-    """The text after the bar, from the numbers that the step has."""
+def _numbers(payload: Mapping[str, Any]) -> list[str]:
+    """The words after the bar, the first ones first, from the numbers that the step has."""
     words = []
     if (loss := _first_of(payload, "interval_loss", "loss")) is not None:
         words.append(f"loss {loss:.4f}")
@@ -135,7 +153,7 @@ def _numbers(payload: Mapping[str, Any]) -> str:
         words.append(f"eta {duration(eta)}")
     if peak_memory := _finite_number(payload, "peak_memory_bytes"):
         words.append(short_bytes(peak_memory))
-    return "  ".join(words)
+    return words
 
 
 def _first_of(payload: Mapping[str, Any], *keys: str) -> float | None:
