@@ -192,7 +192,7 @@ class Audit:
         for copy in range(9):
             name = f"head/{version:08d}{f'.{copy}' if copy else ''}.json"
             if name not in self.objects:
-                return None
+                continue  # junk that the version was put beside may have been removed
             try:
                 head = json.loads(self.objects[name])
             except ValueError:

@@ -363,6 +363,7 @@ class Master:
         self._store_id = store_id
         self._head: Manifest | None = None
         self._known: Manifest | None = None  # the last head
+        self._may_be_behind = False  # a delta tells of a newer version, which may lie beside its name
         self._past: dict[int, _PastVersion] = {}
         self._suspects: dict[DeltaId, _Suspect] = {}
         self._refused: dict[SessionKey, tuple[Settled, ...]] = {}  # of sessions that nothing opened
@@ -453,6 +454,7 @@ class Master:
             newer = yield from find_head(head)
             if newer is None:
                 yield from check_head(head)
+                yield from check_identity(head.store)  # the bare folder below a mount may hold that manifest
                 raise StoreContentError(
                     f"weights or momentum of version {head.version} ({head.weights.path}) are missing or damaged: "
                     "restore them from a backup, or continue with another distributed.repo_id and run.init_from"
@@ -505,8 +507,9 @@ class Master:
         # The head: read again if the last publication did not end, or if another master made a version.
         if self._head is None:
             yield from self.adopt()
-        elif (newer := (yield from find_head(self._head))) is not None:
+        elif (newer := (yield from find_head(self._head, beside=self._may_be_behind))) is not None:
             yield from self._load(newer)
+        self._may_be_behind = False
         head = self._head
         assert head is not None, "adopted"
 
@@ -702,6 +705,8 @@ class Master:
         base = None
         if header.base_version <= head.version:
             base = yield from self._recall(header.base_version)
+        else:
+            self._may_be_behind = True
         if base is None:
             reason = f"its base, version {header.base_version}, is not a version of this store"
             return refused(reason, again=header.base_version)
@@ -776,6 +781,7 @@ class Master:
         suspect = self._suspects.get(delta)
         if suspect is None or suspect.entries != entries:
             suspect = self._suspects[delta] = _Suspect(entries, torn is not None)
+            self._may_be_behind |= torn is None  # a newer version may have taken it
         if not suspect.is_hopeless(candidate):
             return None
         reason = torn or "missing, although a later one of its session is there"
