@@ -38,6 +38,7 @@ from speedtronic.distributed.marks import (
     most_tokens,
     recent_marks,
     seconds_of_a_delta,
+    taking_part,
     usual_norm,
 )
 from speedtronic.distributed.packed_tensors import TensorFormatError, pack_tensors, unpack_blob
@@ -90,7 +91,7 @@ class MasterSettings:
         outer: name of the outer optimizer.
         codec: name of the encoding of the deltas.
         expected_nodes: how many nodes will take part. It decides for the first five versions, and in synchronous
-            rounds; else those in the last five rounds and those that wait count.
+            rounds; else those that took part lately and those that wait count (see `taking_part`).
         quorum: a round starts when deltas of so many nodes are there. None: half the expected ones. After five
             versions at most as many as take part, unless rounds are synchronous.
         grace: seconds after which a round starts without quorum. None: the median of what the nodes take for a whole
@@ -187,11 +188,11 @@ class OuterOptimizer(Protocol):
 
 
 def expected_nodes(head: Manifest, present: Iterable[str], settings: MasterSettings) -> int:
-    """How many nodes a whole round has: as configured at first, later those of the last rounds and those present."""
+    """How many nodes a whole round has: as configured at first, later those that take part and those present."""
     hint = settings.expected_nodes
     if hint is not None and (settings.synchronous or head.version < HINTED_VERSIONS):
         return hint
-    return max(1, len(recent_marks(head).keys() | set(present)))
+    return max(1, len(taking_part(head) | set(present)))
 
 
 def quorum(head: Manifest, present: Iterable[str], settings: MasterSettings) -> int:
@@ -855,7 +856,7 @@ class Master:
 
     def _compare_with_hint(self, head: Manifest) -> None:
         """Say once that more or fewer nodes take part than `expected_nodes`, if that lasts."""
-        hint, actual = self._settings.expected_nodes, len(recent_marks(head))
+        hint, actual = self._settings.expected_nodes, len(taking_part(head))
         if self._differs_since == math.inf:
             return  # it is said
         if hint in {None, actual}:

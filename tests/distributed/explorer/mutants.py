@@ -279,6 +279,11 @@ def _hint_is_believed_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(master, "HINTED_VERSIONS", 10**9)
 
 
+def _nodes_that_came_once_are_expected(patch: pytest.MonkeyPatch) -> None:
+    """Who took part counts for five rounds, however many versions these are."""
+    patch.setattr(master, "taking_part", lambda head: set(marks.recent_marks(head)))
+
+
 def _look_at_consequences(exploration: Exploration) -> None:
     exploration.truth.marks_in_heads = exploration.truth.forbids = False
 
@@ -365,5 +370,10 @@ MUTANTS = {
         _hint_is_believed_for_ever,
         "of a round, not",
         {"expected_nodes": 6, "quorum": 1, "even": True, "inner_steps": 1, "units_each": 14},
+    ),
+    "nodes-that-came-once-are-expected": Mutant(
+        _nodes_that_came_once_are_expected,
+        "of a round, not",
+        _CROWDED | _LONG | {"even": True, "units_each": 40, "nodes": 3, "masters": 1, "turns": 1, "ticks": 1500},
     ),
 }
