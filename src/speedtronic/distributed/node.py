@@ -787,6 +787,8 @@ class Node:
             StoreUnavailableError: the store does not answer, or is not there.
             StoreContentError: it holds another history, or another store lies there.
         """
+        if self._seen is None:  # before anything is made in an empty folder where a mount is away
+            yield from check_identity(self._store, or_another=True)
         thorough = self._seen is None or self._idle_looks % LOOKS_PER_CHECK == LOOKS_PER_CHECK - 1
         manifest = yield from find_head(self._seen, beside=thorough)
         if manifest is None:

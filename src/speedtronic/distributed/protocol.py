@@ -256,10 +256,13 @@ def create_identity(id: str) -> Procedure[str]:
     return standing
 
 
-def check_identity(id: str | None) -> Procedure[None]:
+def check_identity(id: str | None, *, or_another: bool = False) -> Procedure[None]:
     """Make sure that this is still the store of an id; without one, there is nothing to check.
 
     A mount that is away leaves an empty folder in its place. What is written there is lost when it returns.
+
+    Args:
+        or_another: whether another store will do: only what is no store will not.
 
     Raises:
         StoreUnavailableError: the store has no identity (any more).
@@ -270,7 +273,7 @@ def check_identity(id: str | None) -> Procedure[None]:
     standing = yield from read_identity()
     if standing is None:
         raise StoreUnavailableError(f"{IDENTITY} is gone, so this is not the store that it was; is the folder mounted?")
-    if standing != id:
+    if standing != id and not or_another:
         raise StoreContentError(
             f"another store lies at this address now (its {IDENTITY} differs): restore the former one, or restart to "
             "join this one"

@@ -72,7 +72,7 @@ class Strangers:
     # --- Heads
 
     def _stray_head(self) -> str | None:
-        if self._choices.random() < 0.3 and (removable := self._removable()):
+        if self._choices.random() < 0.5 and (removable := self._removable()):
             name = self._choices.choice(removable)
             self.stage.bucket.delete(name)
             self.truth.strays.discard(name)  # what is created there now is no stray
