@@ -140,7 +140,7 @@ def paced(store: MemoryStore, waiting: bool = True) -> None:
         (-50, "running", "running"),  # this machine's clock is behind
     ],
 )
-def test_who_is_silent_for_much_longer_than_usual_is_late_and_then_gone_or_a_silent_master(
+def test_a_node_that_is_silent_for_long_is_late_and_then_gone_and_a_master_silent(
     after: int, master: str, of_node: str
 ) -> None:
     store = MemoryStore("paced")
