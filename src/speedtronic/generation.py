@@ -353,7 +353,7 @@ def generator_from_weights(
         weights,
         strict=config.run.init_strict,
         warn=warn,
-        advice="Name the YAML, or the folder of the run, that they were trained with, or give its model.… keys after it",
+        advice="Name the YAML, or the folder of the run, that they were trained with, or give its model.… keys too",
     )
     return _generator(model, tokenizer, config, None, device)
 

@@ -127,7 +127,7 @@ class Strangers:
         kind = self._choices.choice(("bytes", "copy", "nan", "model"))
         if kind == "copy" and real:
             return self._put(name, self.stage.bucket.history[self._choices.choice(real)][-1].data)
-        if kind == "nan" and node.startswith("ghost"):  # of itself, a node without a disk believes what has this form
+        if kind == "nan":
             return self._put(name, self._delta(node, session, seq, value=float("nan")))
         if kind == "model":
             return self._put(name, self._delta(node, session, seq, schema_id=self._hex(64)))
