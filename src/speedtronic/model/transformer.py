@@ -378,13 +378,16 @@ class CausalSelfAttention(nn.Module):
             keys[:, :, known : known + length] = key
             values[:, :, known : known + length] = value
             key, value = keys[:, :, : known + length], values[:, :, : known + length]
+        causal = allowed is None
+        if length == 1:  # sees every key there is; a branch, since a compiler's symbolic comparison is no bool
+            causal = False
         mixed = F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=allowed,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=allowed is None and length > 1,  # a single query sees every key there is
+            is_causal=causal,
             enable_gqa=self.n_kv_head != self.n_head,
         )
         # Put the heads side by side again: (B, T, D).
