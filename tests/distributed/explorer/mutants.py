@@ -321,7 +321,9 @@ MUTANTS = {
     "ledger-ignored": Mutant(_ledger_ignored, "sent 2 times|off by"),
     # And some more.
     "momentum-forgotten": Mutant(_momentum_forgotten, "the (weights|momentum) of version"),
-    "no-look-back": Mutant(_no_look_back, "sent 2 times|off by", _LONG | {"new_disks": True, "crash": 0.03}),
+    "no-look-back": Mutant(
+        _no_look_back, "sent 2 times|off by", _LONG | {"new_disks": True, "crash": 0.03, "checkpoint_share": 0.0}
+    ),
     "pending-forgotten": Mutant(_pending_forgotten, "off by|moves a slot"),
     # Protocol 2.
     "no-look-after-a-put": Mutant(
