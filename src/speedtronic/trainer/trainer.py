@@ -280,6 +280,7 @@ class Trainer:
             self._settle()
         if self._fit is not None:
             self._fit.between.close()
+            self._fit.updater.close()
             if self._fit.updater.scaler.is_enabled():
                 self._state.scaler = self._fit.updater.scaler.state_dict()
         self._fit = None
