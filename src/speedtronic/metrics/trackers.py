@@ -91,7 +91,9 @@ def import_tracker(module: str) -> ModuleType:
 
 def require_tracker(package: str) -> None:
     """Raise MissingExtraError if a tracker's package is not installed; nothing is imported."""
-    if find_spec(package) is None:
+    spec = find_spec(package)
+    # A folder of this name, as wandb makes one where it runs, is found too, but as a package without a file.
+    if spec is None or spec.origin is None:
         raise MissingExtraError(f"the tracker {package} is not installed; install speedtronic[{package}]")
 
 
