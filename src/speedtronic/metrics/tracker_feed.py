@@ -99,13 +99,14 @@ class TrackerFeed:
         self._calling_since: float | None = None
         self._said_silent = False
         self._complete = True
+        self._given_up = False  # by `close`: what the thread finds out later, nobody is told
 
     def write(self, record: Record) -> None:
         """Start with `train_start`, end after `train_end`. Whatever the record holds is read from the file."""
         if record.event == TRAIN_START and record.run_id is not None:
             run = TrackedRun(record.run_id, self._run_name, self._folder, self._config)
             former, self._ending = self._thread, threading.Event()
-            self._said_silent, self._complete = False, False
+            self._said_silent = self._complete = self._given_up = False
             self._thread = threading.Thread(
                 target=self._follow, args=(run, self._ending, former), name=f"tracker-{self.name}", daemon=True
             )
@@ -126,6 +127,7 @@ class TrackerFeed:
             return
         self._ending.set()
         thread.join(self._patience)
+        self._given_up = thread.is_alive()
         if not self._complete:
             self._warn(f"{self.name} did not take all of this run; the rest is sent when the run is resumed")
 
@@ -146,7 +148,7 @@ class TrackerFeed:
                     tracker.close()
                     self._complete = True
             except Exception as error:  # noqa: BLE001 - the edge of a thread that runs a tracker's own code
-                if failures == 0:
+                if failures == 0 and not self._given_up:
                     reason = f"{type(error).__name__}: {redacted(str(error))}"[:_LONGEST_REASON]
                     self._warn(
                         f"{self.name} fails: {reason}; training goes on, and {self.name} gets what it misses from "
@@ -154,7 +156,7 @@ class TrackerFeed:
                     )
                 failures += 1
             else:
-                if failures:
+                if failures and not self._given_up:
                     self._inform(f"{self.name} works again, and has all steps")
                 failures = 0
             finally:
