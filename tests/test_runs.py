@@ -64,9 +64,15 @@ def test_the_time_of_a_run_is_that_of_all_its_processes_without_what_lies_betwee
     log.start(0)
     log.step(1)
     log.new_process()
+    log.write("log", level="INFO", message="resumed")
     log.start(1)
     log.step(2)
-    assert runs.load(tmp_path).steps["seconds"].tolist() == [2, 2 + 2]
+    log.new_process()
+    log.start(2)
+    log.write("train_end", step=2)
+    run = runs.load(tmp_path)
+    assert run.steps["seconds"].tolist() == [2, 2 + 3]
+    assert [record["seconds"] for record in run.events] == [1, 2 + 1, 2 + 2, 5 + 1, 5 + 2]
 
 
 def test_a_torn_last_line_waits_until_it_is_whole_and_a_torn_line_inside_is_counted(tmp_path: Path) -> None:
@@ -120,6 +126,13 @@ def test_a_file_with_several_runs_gives_the_one_of_the_folder_else_the_last(tmp_
     assert runs.load(tmp_path).steps["loss"].tolist() == [2.0]
     (tmp_path / "run.json").write_text(json.dumps({"run_id": "a" * 32}), encoding="utf-8")
     assert runs.load(tmp_path).steps["loss"].tolist() == [1.0]
+
+
+def test_a_cell_that_is_run_twice_trains_twice_and_the_second_run_is_read(tmp_path: Path) -> None:
+    results = [train_from_config(tiny(tmp_path, logging={"json_file": "m.jsonl"})) for _ in range(2)]
+    run = runs.load(tmp_path)
+    assert [result.steps for result in results] == [4, 4]
+    assert (run.steps["step"].tolist(), len(run.of("train_start")), run.status) == ([1, 2, 3, 4], 1, "finished")
 
 
 def test_how_a_run_ended_is_told(tmp_path: Path) -> None:
