@@ -128,7 +128,7 @@ _NODE_CHARTS = (
     ),
     Chart(
         "Staleness",
-        "in rounds, when a node took new weights; and its deltas that these lacked",
+        "rounds behind, with new weights",
         "number",
         (Series("installs", "staleness", "staleness"), Series("installs", "pending", "pending deltas", "dashed")),
     ),
