@@ -18,7 +18,7 @@ FLOORS = (
     {"evaluation", "generation", "tuning", "report"},
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics", "runs"},
-    {"shapes"},
+    {"shapes", "scheduling"},
     {"precision", "ranks", "registry"},
     {"config"},
     {"durable"},

@@ -204,7 +204,6 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "distributed.outer: sparse_loco": {"distributed": {**NODE, "outer": "sparse_loco"}},
     "distributed.trusted_nodes": {"distributed": {**NODE, "trusted_nodes": ["ab"]}},
     "distributed.robust": {"distributed": {**NODE, "robust": "clip"}},
-    "ooo_backprop": {"ooo_backprop": True},
     "precision.mode: fp8": {"precision": {"mode": "fp8"}},
     "eval.patience": {"eval": {"patience": 3}},
     "eval.samples": {"eval": {"samples": 2}},
@@ -221,7 +220,7 @@ def test_what_is_not_built_yet_is_refused_by_name_and_never_ignored(tmp_path: Pa
 
 def test_all_refusals_come_at_once(tmp_path: Path) -> None:
     with pytest.raises(NotBuiltError) as caught:
-        build_runtime(tiny(tmp_path, ooo_backprop=True, eval={"patience": 3}))
+        build_runtime(tiny(tmp_path, precision="fp8", distributed={**NODE, "robust": "clip"}))
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -709,6 +708,30 @@ def test_a_missing_checkpoint_is_a_warning(tmp_path: Path, capsys: pytest.Captur
     trainer, _ = build_runtime(tiny(tmp_path), resume=True)
     assert "no checkpoint" in capsys.readouterr().out
     assert trainer.fit().steps == 4
+
+
+def test_what_the_parts_of_a_run_warn_of_is_in_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_from_config(tiny(tmp_path))
+    capsys.readouterr()
+    changed = {"data": {"shuffle": True}, "precision": {"mode": "fp16"}, "optimizer": {"fused": True}}
+
+    def refuse(*args: Any, fused: bool = False, **options: Any) -> AdamW:
+        if fused:
+            raise RuntimeError("no fused kernel")
+        return AdamW(*args, **options)
+
+    monkeypatch.setattr("speedtronic.optimizers.factory.AdamW", refuse)
+    build_runtime(tiny(tmp_path, logging={"json_file": "events.jsonl"}, **changed), resume=True)
+    shown, lines = capsys.readouterr().out, (tmp_path / "events.jsonl").read_text(encoding="utf-8")
+    for said in (
+        "the order of the data has changed (data.shuffle)",
+        "precision fp16 cannot run on cpu",
+        "no fused kernel",
+    ):
+        assert said in lines
+        assert any(line.startswith("warning: ") and said in line for line in shown.splitlines())
 
 
 @pytest.mark.parametrize("by", ["argument", "config"])

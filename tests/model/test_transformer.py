@@ -898,11 +898,13 @@ def test_grouped_keys_are_not_copied_before_attention() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_model_compiles_without_a_graph_break(recompute: bool) -> None:
+def test_the_model_compiles_without_a_graph_break(recompute: bool, dynamic: bool) -> None:
     model, ids = tiny(), tokens()
     model.set_gradient_checkpointing(recompute)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.compiler.reset()  # else the sizes that other tests compiled for decide which are symbolic
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     labels = torch.full_like(ids, -100)
     mask = torch.ones_like(ids, dtype=torch.bool)
     for masks in ((None, None), (mask, None), (None, packed_ids()), (mask, packed_ids())):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
+from speedtronic import scheduling
 from speedtronic.errors import ConfigError
 from speedtronic.model.derivatives import only_backward_differentiates
 from speedtronic.model.loss import causal_cross_entropy
@@ -302,8 +303,10 @@ def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
     The weights stay separate parameters, and each call concatenates them: that copy costs little compared to the
     product, unless there are only a few rows, as in generation. Then each is called on its own, and also if any is not
     a plain `nn.Linear`: one that was replaced, that has hooks, its own forward, or another kind of weight, such as a
-    quantised one. So it is with hooks on all modules.
+    quantised one. So it is with hooks on all modules. A scheduler of out-of-order backprop takes them together.
     """
+    if (scheduled := scheduling.product(x, projections)) is not None:
+        return scheduled
     few_rows = not torch.is_grad_enabled() and x.numel() < _MANY_ROWS * x.size(-1)
     if few_rows or not all(_is_plain(projection) for projection in projections):
         return torch.cat([projection(x) for projection in projections], -1)
@@ -378,13 +381,16 @@ class CausalSelfAttention(nn.Module):
             keys[:, :, known : known + length] = key
             values[:, :, known : known + length] = value
             key, value = keys[:, :, : known + length], values[:, :, : known + length]
+        causal = allowed is None
+        if length == 1:  # sees every key there is; a branch, since a compiler's symbolic comparison is no bool
+            causal = False
         mixed = F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=allowed,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=allowed is None and length > 1,  # a single query sees every key there is
+            is_causal=causal,
             enable_gqa=self.n_kv_head != self.n_head,
         )
         # Put the heads side by side again: (B, T, D).

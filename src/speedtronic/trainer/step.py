@@ -14,10 +14,11 @@ from speedtronic.errors import InputError, ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
+from speedtronic.scheduling import StageStreamScheduler
 from speedtronic.trainer.compile import Compilation, is_out_of_memory
 from speedtronic.trainer.forward import Forward
-from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
-from speedtronic.trainer.loss import align_labels
+from speedtronic.trainer.gradients import accumulate, clip_gradients
+from speedtronic.trainer.loss import MeanLoss, align_labels, count_targets
 from speedtronic.trainer.merging import Merged, merge
 from speedtronic.trainer.nonfinite import NonFiniteGuard
 from speedtronic.trainer.profiling import phase
@@ -89,6 +90,8 @@ class Updater:
         self._max_norm = config.optimizer.grad_clip
         self._logger = logger
         self._merged = merged
+        self._ooo_streams = config.ooo_streams if config.ooo_backprop else None
+        self._stages: StageStreamScheduler | None = None
         self._scale = scaler.get_scale() if scaler.is_enabled() else 1.0
         self._overflows = 0
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -110,9 +113,23 @@ class Updater:
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
         """
         self.guard.keep_buffers()
+        if self._ooo_streams is not None and self._stages is None:
+            # Only now, so that the average of the weights is a copy of a model without it.
+            self._stages = StageStreamScheduler(
+                self._model,
+                next(self._model.parameters()).device,
+                num_streams=self._ooo_streams,
+                logger=self._logger,
+                compiled=self._compilation.model is not None,
+            )
         loss = self._backward(batches)
         with phase("update"):
             return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
+
+    def close(self) -> None:
+        """Leave the model as it was before."""
+        if self._stages is not None:
+            self._stages.dispose()
 
     def clear_gradients(self) -> None:
         """Clear the gradients of the optimizer and of the model, and warn of parameters that nothing trains.
@@ -163,13 +180,19 @@ class Updater:
         parts: Sequence[Any] = batches
         if self._merged > 1:
             parts = merge(batches, self._merged, by_tokens=self._by_tokens) or batches
+        targets = None
         if self._by_tokens:
-            labelled = [part.batch if isinstance(part, Merged) else part for part in parts]
-            divisors = token_divisors(labelled, self._group)
-        else:
-            divisors = micro_batch_divisors(len(parts), self._group)
+            targets = count_targets([part.batch if isinstance(part, Merged) else part for part in parts])
         try:
-            return accumulate(lambda part: self._loss(model, part), parts, divisors, scaler=self.scaler)
+            return accumulate(
+                lambda part: self._loss(model, part),
+                parts,
+                self._parameters(),
+                targets=targets,
+                group=self._group,
+                scaler=self.scaler,
+                stages=self._stages,
+            )
         except RuntimeError as error:
             if _NO_SECOND_DERIVATIVE.search(str(error)) is None:
                 raise
@@ -179,7 +202,7 @@ class Updater:
                 "inside `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`"
             ) from error
 
-    def _loss(self, model: Callable[..., Any], part: Any) -> Tensor:
+    def _loss(self, model: Callable[..., Any], part: Any) -> MeanLoss:
         """The mean loss of a micro batch, or the mean of the mean losses of merged ones."""
         if not isinstance(part, Merged):
             return self._forward(model, self._move_batch(part))
@@ -212,8 +235,10 @@ class Updater:
         return Outcome(loss, norm, torch.zeros_like(loss), applied=applied)
 
     def _clip(self) -> Tensor:
-        groups = self._optimizer.param_groups
-        return clip_gradients([parameter for group in groups for parameter in group["params"]], self._max_norm)
+        return clip_gradients(list(self._parameters()), self._max_norm)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
     def _count_overflow(self, step: int) -> None:
         self._overflows += 1
