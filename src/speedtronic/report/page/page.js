@@ -296,7 +296,10 @@
       const last = Math.max(...others.map((x) => x[x.length - 1]));
       all.height = 50 + 26 * kinds.length;
       all.scales.y = { range: [kinds.length - 0.5, -0.5].sort((one, other) => one - other), dir: -1 };
-      all.scales.x.range = (plot, low, high) => (plot.isZoomed ? [low, high] : [Math.min(low, first), Math.max(high, last)]);
+      // As the other charts: whole powers of ten on a logarithmic axis.
+      const whole = (value, round) => (asked.logX ? 10 ** round(Math.log10(value)) : value);
+      all.scales.x.range = (plot, low, high) =>
+        plot.isZoomed ? [low, high] : [whole(Math.min(low, first), Math.floor), whole(Math.max(high, last), Math.ceil)];
       all.axes[1] = { ...all.axes[1], size: 118, splits: () => kinds.map((kind, row) => row), values: () => kinds.map((kind, row) => `${kind} (${counts[row]})`), grid: { stroke: shade("grid"), width: 1 } };
       all.series = [{}, ...found.map((curve) => ({ label: curve.label, stroke: colour(curve.colour), paths: () => null, points: { show: true, size: 9, width: 1, fill: colour(curve.colour), stroke: shade("card") } }))];
       all.cursor.points = { show: false };
