@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -148,9 +147,9 @@ def look_at_devices() -> Iterator[Finding]:
         reason = "this torch is built without CUDA" if built is None else f"torch for CUDA {built} cannot use it"
         yield Finding("gpu", "warning", f"there is an NVIDIA device, and {reason}; install torch for its driver")
     for device in available_devices():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a mode cannot run is what is asked
-            modes = [mode for mode in ("fp32", "bf16", "fp16") if resolve_precision(mode, device).mode == mode]
+        # A mode that cannot run becomes fp32, of which nobody need be told here.
+        plans = {mode: resolve_precision(mode, device, warn=lambda _: None) for mode in ("fp32", "bf16", "fp16")}
+        modes = [mode for mode, plan in plans.items() if plan.mode == mode]
         words = [", ".join(modes)]
         if device.startswith("cuda"):
             properties = torch.cuda.get_device_properties(torch.device(device))

@@ -1,10 +1,10 @@
-"""One live line on a terminal, below all other lines: step, bar, loss, speed, time left, memory, last checkpoint."""
+"""One live line on a terminal or in a notebook: step, bar, loss, speed, time left, memory, last checkpoint."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, cast
 
 from speedtronic.metrics.console import ConsoleSink, ConsoleStream
@@ -13,7 +13,6 @@ from speedtronic.metrics.records import ENDS, TRAIN_START, TRAIN_STEP, Record
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.live import Live
     from rich.table import Table
 
 ProgressMode: TypeAlias = Literal["off", "auto", "on"]
@@ -28,12 +27,12 @@ _WIDE, _NARROW = 100, 60
 class ProgressSink:
     """Shows one live line while a run trains. It moves with each step, and stands for the lines about steps.
 
-    All other records appear above it. After a resize its next frame fits the terminal.
+    On a terminal all other records appear above it, and after a resize its next frame fits.
 
-    It needs a terminal that can move its cursor; elsewhere all records go to the console. With `auto`, there is no live
-    line if the console's level hides ordinary lines; with `on`, there is. The thread that writes draws the frames, at
-    most ten a second. A thread of its own could hold a lock while data
-    workers are forked.
+    It needs a terminal that can move its cursor, or a cell of a Jupyter notebook, where it is the first line; elsewhere
+    all records go to the console. With `auto`, there is no live line if the console's level hides ordinary lines; with
+    `on`, there is. The thread that writes draws the frames, at most ten a second. A thread of its own could hold a lock
+    while data workers are forked.
 
     Args:
         console: the sink for everything but the live line.
@@ -47,7 +46,7 @@ class ProgressSink:
         self._console = console
         self._mode = mode
         self._clock = clock
-        self._live: Live | None = None
+        self._live: _TerminalLine | _NotebookLine | None = None
         self._target: float = 0
         self._step: float = 0
         self._numbers: list[str] = []
@@ -90,19 +89,34 @@ class ProgressSink:
 
     def _wanted(self, record: Record) -> bool:
         """Whether to show the live line from this `train_start` on."""
-        visible = self._console.is_terminal() and (self._mode == "on" or self._console.shows(record))
+        possible = self._console.is_terminal() or self._console.stream.is_notebook()
+        visible = possible and (self._mode == "on" or self._console.shows(record))
         return visible and all(_finite_number(record.payload, key) is not None for key in ("step", "target_steps"))
 
     def _start(self, payload: Mapping[str, Any]) -> None:
+        self._target, self._step = payload["target_steps"], payload["step"]
+        self._numbers, self._saved = [], None
+        stream = self._console.stream
+        self._live = _NotebookLine(stream) if stream.is_notebook() else _TerminalLine(stream.target)
+
+    def _draw(self, above: str | None = None) -> None:
+        assert self._live is not None
+        self._drawn_at = self._clock()
+        # Rounded down: only the last step makes it 100%.
+        share = min(int(100 * self._step / self._target), 100) if self._target > 0 else 100
+        words = self._numbers if self._saved is None else [*self._numbers, self._saved]
+        self._live.draw(f"step {self._step:.0f}/{self._target:.0f}", share, words, above)
+
+
+class _TerminalLine:
+    """The live line as the last one of a terminal."""
+
+    def __init__(self, stream: TextIO | None) -> None:
         from rich.console import Console
         from rich.live import Live
 
         # rich may replace `sys.stdout` by a stream that writes above the live line. The line itself needs the old one.
-        stream = self._console.stream.target
-        self._target, self._step = payload["target_steps"], payload["step"]
-        self._numbers, self._saved = [], None
         self._live = Live(
-            self._frame(80),
             console=Console(file=cast("TextIO", ConsoleStream(stream))),
             auto_refresh=False,
             redirect_stdout=stream is sys.stdout,
@@ -110,34 +124,53 @@ class ProgressSink:
         )
         self._live.start()
 
-    def _draw(self, above: str | None = None) -> None:
-        assert self._live is not None
-        self._drawn_at = self._clock()
+    def draw(self, step: str, share: int, words: Sequence[str], above: str | None) -> None:
         if above is not None:
             self._live.console.print(above, markup=False, highlight=False, soft_wrap=True)
-        self._live.update(self._frame(self._live.console.width), refresh=True)
+        self._live.update(self._frame(self._live.console.width, step, share, words), refresh=True)
 
-    def _frame(self, width: int) -> Table:
+    def stop(self) -> None:
+        self._live.stop()
+
+    def _frame(self, width: int, step: str, share: int, words: Sequence[str]) -> Table:
         """The line for a terminal of so many characters."""
         from rich.progress_bar import ProgressBar
         from rich.table import Column, Table
 
-        # Rounded down: only the last step makes it 100%.
-        share = int(100 * self._step / self._target) if self._target > 0 else 100
-        step, percent = f"step {self._step:.0f}/{self._target:.0f}", f"{min(share, 100)}%"
+        percent = f"{share}%"
         bar = _LONG_BAR if width >= _WIDE else _SHORT_BAR if width >= _NARROW else 0
         # One character stays free: a full line would make some terminals begin another.
         room = width - 1 - len(step) - 1 - (bar + 1 if bar else 0) - len(percent)
         numbers = ""
-        for word in [*self._numbers, *([self._saved] if self._saved is not None else [])]:
+        for word in words:
             if len(numbers) + 2 + len(word) > room:
                 break
             numbers += f"  {word}"
-        bars = [ProgressBar(self._target, self._step, width=bar)] if bar else []
+        bars = [ProgressBar(100, share, width=bar)] if bar else []
         cells: list[RenderableType] = [step, *bars, percent + numbers]
         line = Table.grid(*(Column(no_wrap=True) for _ in cells), padding=(0, 1, 0, 0))
         line.add_row(*cells)
         return line
+
+
+class _NotebookLine:
+    """The live line as an output of its own in a cell of a notebook. Other lines follow below it."""
+
+    def __init__(self, stream: ConsoleStream) -> None:
+        from IPython.display import display
+
+        self._stream = stream
+        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def draw(self, step: str, share: int, words: Sequence[str], above: str | None) -> None:
+        if above is not None:
+            self._stream.write(f"{above}\n")
+            self._stream.flush()
+        bar = "█" * (share // 5) + "░" * (20 - share // 5)
+        self._handle.update({"text/plain": "  ".join([step, bar, f"{share}%", *words])}, raw=True)
+
+    def stop(self) -> None:
+        """The last frame stays."""
 
 
 def _numbers(payload: Mapping[str, Any]) -> list[str]:
