@@ -36,12 +36,15 @@ def test_a_dry_run_says_what_the_run_needs_and_changes_nothing(
         callbacks=["no.such.module:callback"],  # none is made
         distributed={"enabled": True, "repo_id": str(tmp_path / "store"), "node_id": "ann"},
         checkpoint={"keep_last": 2},
+        eval={"every_steps": 1},
+        data={"num_tokens": 6400},
     )
     before = contents(tmp_path)
     assert main(["train", config, "--dry-run", "--max-steps", "100"]) == 0
     assert contents(tmp_path) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.yaml"]
     shown = facts(capsys)
+    assert "warning" not in shown
     assert shown["device"].startswith(("cpu, fp32", "cuda"))
     assert shown["parameters"] == "4.21k"
     assert shown["the run"].startswith("100 updates, about 0:0")

@@ -47,6 +47,7 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def curve(files: list[Path], tag: str) -> list[tuple[int, float]]:
+    import_module("wandb").teardown()  # its own process writes the files, and has written them when it has ended
     points = []
     for record in (record for file in files for record in records(file)):
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}

@@ -33,6 +33,8 @@ def dry_run(config: SpeedtronicConfig, *, resume: bool) -> int:
 
     target = config.data.max_steps or config.run.max_steps
     trainer, _ = build_runtime(_without_effects(config), resume=resume)
+    # Only now: what evaluates is built, and its keys are not taken for ones that nothing acts on.
+    trainer.config.eval.at_end, trainer.config.eval.every_steps = False, None
     done, seen = trainer.step, trainer.tokens
     seconds, updates, first = _measure(trainer)
     size = _bytes_of(trainer.state_dict())
@@ -67,7 +69,6 @@ def _without_effects(config: SpeedtronicConfig) -> SpeedtronicConfig:
     quiet.logging.file = quiet.logging.json_file = None
     quiet.logging.progress, quiet.logging.level = "off", "WARNING"
     quiet.distributed.enabled = False
-    quiet.eval.at_end, quiet.eval.every_steps = False, None
     quiet.callbacks = []
     return quiet
 
