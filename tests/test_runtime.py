@@ -38,9 +38,12 @@ from speedtronic.runtime import (
     build_scheduler,
     seed_everything,
     train_from_config,
+    tune_from_config,
 )
 from speedtronic.trainer import Trainer, TrainResult
+from tests.support.cases import case
 from tests.support.configs import tiny
+from tests.support.cuda import RecordedCuda
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +141,30 @@ def test_the_device_argument_comes_before_the_config(tmp_path: Path) -> None:
 def test_an_explicit_device_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="cuda"):
         build_runtime(tiny(tmp_path, run={"device": "cuda"}))
+
+
+def test_the_card_of_a_run_is_the_current_one_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = RecordedCuda(monkeypatch, bf16={1})
+    asked: list[tuple[str, Any]] = []
+
+    class ModelBuiltError(Exception):
+        pass
+
+    def build(section: Any) -> nn.Module:
+        asked.extend(cuda.calls)
+        raise ModelBuiltError
+
+    monkeypatch.setattr(runtime, "build_model", build)
+    for built in (build_runtime, tune_from_config):
+        with case(built.__name__):
+            cuda.calls.clear()
+            asked.clear()
+            cuda.current = 0
+            with pytest.raises(ModelBuiltError):
+                built(tiny(tmp_path, run={"device": "cuda:1"}, tune="off"))
+            assert asked == [("set_device", 1)]
 
 
 def test_a_zero_target_is_refused_rather_than_replaced(tmp_path: Path) -> None:

@@ -55,6 +55,25 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
     return device
 
 
+def use_device(device: torch.device) -> None:
+    """Make `device` the current CUDA device of this thread, if it is one with a number.
+
+    What names no device, such as a new event or page-locked memory, then belongs to it. Otherwise torch would use the
+    first card for that: read numbers before they have arrived, and keep some hundred MiB of a card that trains nothing.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def copies_in_background(tensor: torch.Tensor, device: torch.device) -> bool:
+    """What `non_blocking` should be when `tensor` is copied to `device`: true from the host, but to MPS.
+
+    CUDA keeps the memory of the host until the copy is done, or copies it aside before the call returns. MPS may read
+    it after it was freed (pytorch issues 139550 and 189690), and what is copied to the host may be read too early.
+    """
+    return tensor.device.type == "cpu" and device.type != "mps"
+
+
 def resolve_precision(config: SpeedtronicConfig | PrecisionConfig | str, device: str | torch.device) -> PrecisionPlan:
     """Turn a configuration, its precision section, or a mode into the plan for a device.
 
@@ -143,19 +162,21 @@ def _requested_mode(config: PrecisionConfig | str) -> Mode | Literal["auto"]:
 def _preferred_mode(device: torch.device) -> Mode:
     if device.type != "cuda":
         return "fp32"
-    return "bf16" if _cuda_computes_bf16() else "fp16"
+    return "bf16" if computes_bf16(device) else "fp16"
 
 
 def _can_run(mode: Mode, device: torch.device) -> bool:
     if mode == "fp32":
         return True
     if device.type == "cuda":
-        return mode == "fp16" or _cuda_computes_bf16()
+        return mode == "fp16" or computes_bf16(device)
     if device.type == "mps":
         return mode == "bf16" and torch.backends.mps.is_macos_or_newer(14, 0)
     return mode == "bf16"
 
 
-def _cuda_computes_bf16() -> bool:
-    # Older GPUs emulate bfloat16, which is slower than float32.
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+def computes_bf16(device: torch.device) -> bool:
+    """Whether a CUDA device computes in bfloat16. Older ones emulate it, which is slower than float32."""
+    # torch asks the current device.
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))

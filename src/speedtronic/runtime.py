@@ -39,7 +39,7 @@ from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.optimizers.schedules import wsd_decay_steps
-from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
+from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision, use_device
 from speedtronic.registry import build_model, import_factory, registry
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
@@ -131,6 +131,7 @@ def _build(
     seed_everything(settings.run.seed)
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
+    use_device(target_device)
     precision = resolve_precision(settings.precision, target_device)
     resume = resume or settings.checkpoint.resume
     folder = run_folder(settings)
@@ -232,6 +233,7 @@ def tune_from_config(config: ConfigSource, *, device: str | torch.device | None 
     seed_everything(settings.run.seed)
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
+    use_device(target_device)
     model = build_model(settings.model).to(target_device)
     if uninitialized(model):
         precision, quiet = resolve_precision(settings.precision, target_device), MetricLogger(level="ERROR")

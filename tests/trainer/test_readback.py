@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from speedtronic.trainer import readback as module
 from speedtronic.trainer.readback import Numbers, Readback, Update
+from tests.support.cuda import RecordedCuda
 
 
 def update(step: int, tokens: int | torch.Tensor = 8) -> Update:
@@ -60,3 +63,13 @@ def test_float64_losses_keep_their_precision() -> None:
     entry = update(1)
     object.__setattr__(entry, "loss", torch.tensor(exact, dtype=torch.float64))
     assert readback.add(entry)[0].loss == exact
+
+
+def test_the_event_is_on_the_stream_of_the_card_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another card's stream it would be over before the copy has begun, and the host would read zeros."""
+    cuda = RecordedCuda(monkeypatch)
+    monkeypatch.setattr(module, "_to_pinned", lambda tensor: tensor)  # page-locked memory needs a card
+    readback = Readback(torch.device("cuda:1"), every=1)
+    assert facts(readback.add(update(1))) == [(1, 1.0, 10.0, False, 8)]
+    assert ("record", "stream of card 1") in cuda.calls
+    assert ("record", "stream of card 0") not in cuda.calls

@@ -110,7 +110,9 @@ class _Window:
         if device.type == "cuda":
             self._rows, self._tokens = _to_pinned(rows), _to_pinned(tokens)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            # On the stream that the copies are queued on, whichever device is the current one: an event on another
+            # device's stream would be over at once.
+            self._event.record(torch.cuda.current_stream(device))
         else:
             self._rows, self._tokens = rows, tokens
 

@@ -19,7 +19,7 @@ from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError, NonFiniteError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.modes import PartsSetApart
-from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
+from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision, use_device
 from speedtronic.ranks import Group, SingleProcess
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
 from speedtronic.trainer.between_steps import BetweenSteps, Evaluator
@@ -218,6 +218,7 @@ class Trainer:
             self.logger.run_id = manager.run_id
         if self._on_lock is not None:
             self._on_lock()
+        use_device(self.device)
         self.model.to(self.device)
         self._parts.train()
         if uninitialized(self.model):

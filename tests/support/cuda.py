@@ -1,0 +1,71 @@
+"""Cards that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+
+class RecordedCuda:
+    """Stands in for `torch.cuda` on a machine without a card, and records what was asked of which card.
+
+    Args:
+        patch: takes the stand-in back after the test.
+        cards: how many there are.
+        bf16: the numbers of those that compute in bfloat16.
+
+    Attributes:
+        current: the number of the current card.
+        calls: what was done, in order, and with which device.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, cards: int = 2, bf16: Collection[int] = ()) -> None:
+        self.current = 0
+        self.calls: list[tuple[str, Any]] = []
+        self._bf16 = bf16
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: cards)
+        patch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: self.current in self._bf16)
+        patch.setattr(torch.cuda, "set_device", self._set_device)
+        patch.setattr(torch.cuda, "device", self._device)
+        patch.setattr(torch.cuda, "current_stream", self._stream)
+        patch.setattr(torch.cuda, "Event", lambda **options: RecordedEvent(self))
+
+    def _number(self, device: Any) -> int:
+        index = torch.device(device).index
+        return self.current if index is None else index
+
+    def _set_device(self, device: Any) -> None:
+        self.current = self._number(device)
+        self.calls.append(("set_device", self.current))
+
+    @contextmanager
+    def _device(self, device: Any) -> Iterator[None]:
+        before, self.current = self.current, self._number(device)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def _stream(self, device: Any = None) -> str:
+        return f"stream of card {self.current if device is None else self._number(device)}"
+
+
+class RecordedEvent:
+    """An event that has arrived where it is on the stream of card 1, to which all work goes in these tests."""
+
+    def __init__(self, cuda: RecordedCuda) -> None:
+        self._cuda = cuda
+
+    def record(self, stream: Any = None) -> None:
+        self._cuda.calls.append(("record", self._cuda._stream() if stream is None else stream))
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
