@@ -27,6 +27,7 @@ from torch.optim.optimizer import ParamsT
 
 from speedtronic.optimizers.cautious import refuse_complex, refuse_sparse, rescale_factor, where_positive
 from speedtronic.optimizers.without_dynamo import WithoutDynamo
+from speedtronic.precision import copies_in_background
 
 # Elements of one piece, which bound the memory of a cautious step: two buffers of this size, a third if small weights
 # share a piece, and with `rescale` four more for a short time. On a CPU the buffers stay in the cache. On a GPU, larger
@@ -344,13 +345,15 @@ class _Workspace:
         dtype = torch.promote_types(like.dtype, torch.float32)
         shrink = 1 - group["lr"] * group["weight_decay"]
         if isinstance(shrink, Tensor):
-            self.shrink = shrink.to(like.device, dtype, non_blocking=True).reshape(1)
+            background = copies_in_background(shrink, like.device)
+            self.shrink = shrink.to(like.device, dtype, non_blocking=background).reshape(1)
         else:
             self.shrink = torch.full((1,), shrink, dtype=dtype, device=like.device)
         self.gate = like.new_zeros(())
         self.skip: Tensor | None = None
         if found_inf is not None:
-            self.skip = found_inf.to(like.device, non_blocking=True) > 0
+            background = copies_in_background(found_inf, like.device)
+            self.skip = found_inf.to(like.device, non_blocking=background) > 0
             self.shrink.masked_fill_(self.skip, 1.0)
             self.gate.masked_fill_(self.skip, float("nan"))
 
@@ -466,7 +469,8 @@ def _update_compiled(
     formula = _compiled_formula()
     beta1, beta2 = group["betas"]
     # What depends on the step t = step + 1 of each weight: lr / (1 - β₁ᵗ) and 1 / sqrt(1 - β₂ᵗ).
-    steps = torch.stack([flat.step for flat in weights]).to(like.device, like.dtype, non_blocking=True) + 1
+    counted = torch.stack([flat.step for flat in weights])
+    steps = counted.to(like.device, like.dtype, non_blocking=copies_in_background(counted, like.device)) + 1
     rates = (group["lr"] / _bias_correction(beta1, steps)).unbind()
     corrections = _bias_correction(beta2, steps).rsqrt().unbind()
     grad_scale = None if caution.grad_scale is None else caution.grad_scale.to(like.device).reshape(())
@@ -483,8 +487,8 @@ def _update_compiled(
             maximize=group["maximize"],
         )
     # Count the step, unless it was skipped.
-    counted = 1 if workspace.skip is None else workspace.skip.logical_not().to(torch.float32)
-    torch._foreach_add_([flat.step for flat in weights], counted)
+    advance = 1 if workspace.skip is None else workspace.skip.logical_not().to(torch.float32)
+    torch._foreach_add_([flat.step for flat in weights], advance)
 
 
 def _bias_correction(beta: float | Tensor, step: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch.optim.optimizer import ParamsT
 from speedtronic.optimizers.cautious import agreeing, refuse_sparse
 from speedtronic.optimizers.newton_schulz import Coefficients, orthogonalize
 from speedtronic.optimizers.without_dynamo import WithoutDynamo
+from speedtronic.precision import copies_in_background
 
 Scale = Literal["original", "match_rms_adamw"]
 Normalization = Literal["none", "row", "col", "row_col", "col_row"]
@@ -352,10 +353,14 @@ def _step_stack(stack: Sequence[_Matrix], grad_scale: Tensor | None, found_inf: 
     """Step the matrices of a stack, by the formula of the module's docstring."""
     rule, weights, momenta = stack[0].rule, [matrix.weight for matrix in stack], [matrix.momentum for matrix in stack]
     device, dtype = momenta[0].device, momenta[0].dtype
-    skip = None if found_inf is None else found_inf.to(device, non_blocking=True).reshape(()) > 0
+    skip = (
+        None
+        if found_inf is None
+        else found_inf.to(device, non_blocking=copies_in_background(found_inf, device)).reshape(()) > 0
+    )
     gradient = torch.stack([matrix.gradient for matrix in stack]).to(dtype)
     if grad_scale is not None:
-        gradient /= grad_scale.to(device, non_blocking=True)
+        gradient /= grad_scale.to(device, non_blocking=copies_in_background(grad_scale, device))
     # A step that must be skipped multiplies by one and adds -0.0: that changes no bit, not even those of a -0.0.
     if skip is not None:
         gradient.masked_fill_(skip, -0.0)
