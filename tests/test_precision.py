@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -147,6 +148,37 @@ def test_a_card_with_a_number_becomes_the_current_one(monkeypatch: pytest.Monkey
     for name in ("cuda:1", "cuda", "cpu", "mps"):
         use_device(torch.device(name))
     assert (cuda.calls, cuda.current) == ([("set_device", 1)], 1)
+
+
+@pytest.fixture
+def products_as_they_were() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.usefixtures("products_as_they_were")
+def test_tf32_is_set_for_products_and_convolutions_on_cuda_and_left_alone_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    RecordedCuda(monkeypatch)
+
+    def settings() -> tuple[str, bool, str]:
+        matmul = torch.backends.cuda.matmul.fp32_precision
+        return matmul, torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    before = settings()
+    for device, tf32, expected in (
+        ("cpu", True, before),
+        ("cuda", None, before),
+        ("cuda", True, ("tf32", True, "high")),
+        ("cuda:1", None, ("tf32", True, "high")),
+        ("cuda:1", False, ("ieee", False, "highest")),
+    ):
+        with case(device, tf32):
+            use_device(torch.device(device), tf32)
+            assert settings() == expected
 
 
 def test_a_copy_goes_on_in_the_background_from_the_host_alone_and_never_to_mps() -> None:

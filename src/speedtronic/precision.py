@@ -55,14 +55,27 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
     return device
 
 
-def use_device(device: torch.device) -> None:
-    """Make `device` the current CUDA device of this thread, if it is one with a number.
+def use_device(device: torch.device, tf32: bool | None = None) -> None:
+    """Make `device` the current CUDA device of this thread, if it is one with a number, and set what `tf32` says.
 
     What names no device, such as a new event or page-locked memory, then belongs to it. Otherwise torch would use the
     first card for that: read numbers before they have arrived, and keep some hundred MiB of a card that trains nothing.
+
+    Args:
+        device: where to train.
+        tf32: whether float32 products and convolutions on CUDA are computed in TF32; None leaves torch's settings.
     """
-    if device.type == "cuda" and device.index is not None:
+    if device.type != "cuda":
+        return
+    if device.index is not None:
         torch.cuda.set_device(device)
+    if tf32 is not None:
+        with warnings.catch_warnings():
+            # torch recommends a setting for each kind of operation instead. With these alone, torch's own compiler
+            # fails where it asks for the one of all products (torch 2.13).
+            warnings.simplefilter("ignore")
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = tf32
 
 
 def copies_in_background(tensor: torch.Tensor, device: torch.device) -> bool:

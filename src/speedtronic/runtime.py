@@ -131,7 +131,7 @@ def _build(
     seed_everything(settings.run.seed)
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
-    use_device(target_device)
+    use_device(target_device, settings.precision.tf32)
     precision = resolve_precision(settings.precision, target_device)
     resume = resume or settings.checkpoint.resume
     folder = run_folder(settings)
@@ -152,6 +152,7 @@ def _build(
         logger.warning(doubt)
 
     model = build_model(settings.model).to(target_device)
+    _tune_convolutions(model, settings, target_device)
     if uninitialized(model):
         _initialize_lazy_modules(model, data.train, settings, target_device, precision, logger)
     _check_takes_documents(model, settings)
@@ -233,8 +234,9 @@ def tune_from_config(config: ConfigSource, *, device: str | torch.device | None 
     seed_everything(settings.run.seed)
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
-    use_device(target_device)
+    use_device(target_device, settings.precision.tf32)
     model = build_model(settings.model).to(target_device)
+    _tune_convolutions(model, settings, target_device)
     if uninitialized(model):
         precision, quiet = resolve_precision(settings.precision, target_device), MetricLogger(level="ERROR")
         _initialize_lazy_modules(
@@ -375,7 +377,16 @@ def _configure_torch(config: SpeedtronicConfig) -> None:
     if config.compile:
         keep_compiled_code()  # before anything compiles
     if config.run.deterministic:
+        # cuBLAS reads it when it starts, and without it torch refuses its products (NVIDIA's cuBLAS manual, results
+        # reproducibility). What the user has set stays.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def _tune_convolutions(model: nn.Module, config: SpeedtronicConfig, device: torch.device) -> None:
+    """Let cuDNN measure its ways to compute the convolutions of a model, and take the fastest, if runs may differ."""
+    if device.type == "cuda" and any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
+        torch.backends.cudnn.benchmark = not config.run.deterministic
 
 
 def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | torch.device) -> torch.optim.Optimizer:

@@ -20,11 +20,13 @@ class RecordedCuda:
 
     Attributes:
         current: the number of the current card.
+        milliseconds: what the clock of the cards shows; a test moves it on.
         calls: what was done, in order, and with which device.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *, cards: int = 2, bf16: Collection[int] = ()) -> None:
         self.current = 0
+        self.milliseconds = 0.0
         self.calls: list[tuple[str, Any]] = []
         self._bf16 = bf16
         patch.setattr(torch.cuda, "is_available", lambda: True)
@@ -57,15 +59,20 @@ class RecordedCuda:
 
 
 class RecordedEvent:
-    """An event that has arrived where it is on the stream of card 1, to which all work goes in these tests."""
+    """An event that has happened already, at `RecordedCuda.milliseconds` of the card's clock."""
 
     def __init__(self, cuda: RecordedCuda) -> None:
         self._cuda = cuda
+        self._at = 0.0
 
     def record(self, stream: Any = None) -> None:
         self._cuda.calls.append(("record", self._cuda._stream() if stream is None else stream))
+        self._at = self._cuda.milliseconds
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: RecordedEvent) -> float:
+        return end._at - self._at

@@ -185,12 +185,3 @@ class RandomStates:
     def restore(self) -> None:
         """Go back to the states that were kept."""
         restore_rng_state(self._state)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that memory ran out on the device or the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)

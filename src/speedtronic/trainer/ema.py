@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.errors import CheckpointError, ConfigError
-from speedtronic.trainer.compile import is_out_of_memory
+from speedtronic.trainer.out_of_memory import is_out_of_memory
 
 
 class _Averaged(NamedTuple):
