@@ -682,7 +682,9 @@ class CompileOptions(Section):
     section_name: ClassVar[str] = "compile_options"
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
-        default=None, description="Mode of torch.compile; null is PyTorch's default."
+        default=None,
+        description="Mode of torch.compile; null is PyTorch's default. On CUDA, reduce-overhead and max-autotune "
+        "record graphs, which need one micro batch an update.",
     )
     dynamic: bool | None = Field(default=None, description="Compile for changing shapes; null lets PyTorch find out.")
     regional: bool = Field(

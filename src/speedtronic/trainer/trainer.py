@@ -147,7 +147,7 @@ class Trainer:
         self._fit: Fit | None = None
         if self.config.gradient_checkpointing:
             enable_gradient_checkpointing(model, self.logger)
-        self._compilation = Compilation(model, self.config, self.logger)
+        self._compilation = Compilation(model, self.config, self.logger, self.device, self._merged, loss_fn)
 
     @property
     def samples(self) -> int:
