@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,3 +78,36 @@ class RecordedEvent:
 
     def elapsed_time(self, end: RecordedEvent) -> float:
         return end._at - self._at
+
+
+# ---------------------------------------------------------------- cards that are there
+
+REHEARSAL = os.environ.get("SPEEDTRONIC_GPU_TESTS") == "cpu"
+"""Whether tests for a card run on the CPU, so that they are known to be right before a card is there."""
+
+DEVICE = "cpu" if REHEARSAL else "cuda"
+
+HAS_CARD = torch.cuda.is_available() and not REHEARSAL
+
+needs_card = pytest.mark.skipif(not HAS_CARD, reason="needs a CUDA device")
+needs_card_or_rehearsal = pytest.mark.skipif(not (HAS_CARD or REHEARSAL), reason="needs a CUDA device")
+
+
+@contextmanager
+def nothing_synchronises() -> Iterator[None]:
+    """An error where the host waits for the card. Does nothing without a card."""
+    if not HAS_CARD:
+        yield
+        return
+    _watch_synchronisation("error")
+    try:
+        yield
+    finally:
+        _watch_synchronisation("default")
+
+
+def _watch_synchronisation(mode: str) -> None:
+    with warnings.catch_warnings():
+        # torch says each time that this is a prototype. As an error, that would leave the mode on for all that follows.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
