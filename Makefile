@@ -8,6 +8,8 @@ WHISPER := openai_whisper-20250625
 RANKS := build/test-data/gpt2.tiktoken
 # One process a core; the tests of one file stay together.
 PYTEST := $(BIN)/pytest -n logical --dist loadfile
+# Compiled modules are kept: without them each process that a test starts would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo diloco-demo test test-slow test-all test-stores check lint docs bench torture diloco-torture diloco-campaign clean
 

@@ -18,7 +18,7 @@ FLOORS = (
     {"evaluation", "generation", "tuning"},
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics"},
-    {"shapes"},
+    {"shapes", "scheduling"},
     {"precision", "ranks", "registry"},
     {"config"},
     {"durable"},

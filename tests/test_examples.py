@@ -59,6 +59,7 @@ def test_the_smoke_example_takes_four_steps(folder: Path, capsys: pytest.Capture
     assert (folder / "runs/smoke/checkpoints/step_000000000004").is_dir()
 
 
+@pytest.mark.slow
 def test_the_custom_model_example_learns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "examples/custom_model/custom_model.yaml")
     assert main(["train", config, "run.max_steps=40"]) == 0
@@ -66,6 +67,7 @@ def test_the_custom_model_example_learns(folder: Path, capsys: pytest.CaptureFix
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_the_custom_data_example_learns_sums(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "examples/custom_data/custom_data.yaml")
     assert main(["train", config, "run.max_steps=60"]) == 0

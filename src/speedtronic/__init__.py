@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from speedtronic.runtime import build_runtime as build_runtime
     from speedtronic.runtime import seed_everything as seed_everything
     from speedtronic.runtime import train_from_config as train_from_config
+    from speedtronic.scheduling import StageInfo as StageInfo
+    from speedtronic.scheduling import StageStreamScheduler as StageStreamScheduler
     from speedtronic.shapes import ShapeProfile as ShapeProfile
     from speedtronic.shapes import ShapeReport as ShapeReport
     from speedtronic.shapes import ShapeWarning as ShapeWarning
@@ -91,6 +93,7 @@ _EXPORTS = {
     ),
     "registry": ("ModelRegistry", "build_model", "register_model", "registry"),
     "runtime": ("build_runtime", "seed_everything", "train_from_config"),
+    "scheduling": ("StageInfo", "StageStreamScheduler"),
     "shapes": ("ShapeProfile", "ShapeReport", "ShapeWarning", "resolve_shape_profile", "validate_startup_shapes"),
     "trainer": ("SpeedtronicTrainer", "SyncCoordinator", "Trainer", "TrainResult", "TrainingEngine"),
 }

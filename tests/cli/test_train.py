@@ -103,7 +103,7 @@ def test_a_text_that_another_working_folder_does_not_have_is_said_where_it_was_l
         (["train", "CONFIG", "--device", "cuda:77"], "cuda"),
         (["train", "CONFIG", "data.micro_batchsize=2"], "data.micro_batch_size"),
         (["train", "CONFIG", "data.text_path=no/such/text.txt"], "no/such/text.txt"),
-        (["train", "CONFIG", "ooo_backprop=true"], "ooo_backprop"),
+        (["train", "CONFIG", "precision.mode=fp8"], "fp8"),
         (["train", "CONFIG", "--max-steps", "0"], "run.max_steps"),
         (["train", "CONFIG", "plugins=[no_such_module]"], "no_such_module"),
     ],
@@ -173,7 +173,9 @@ def long_run(folder: Path, **sections: Any) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_a_signal_to_the_whole_group_leaves_the_data_workers_alone(number: signal.Signals, tmp_path: Path) -> None:
     with long_run(tmp_path, data={"num_workers": 2}) as process:
         os.killpg(process.pid, number)
@@ -182,7 +184,14 @@ def test_a_signal_to_the_whole_group_leaves_the_data_workers_alone(number: signa
     assert "Traceback" not in out
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_saves_a_checkpoint_and_exits_with_its_code(number: signal.Signals, code: int, tmp_path: Path) -> None:
     with long_run(tmp_path) as process:
         process.send_signal(number)
@@ -264,6 +273,7 @@ def test_the_command_that_continues_is_the_one_that_was_given(
     assert said == "nothing was saved to continue from, because checkpoint.enabled is false"
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,7 +285,7 @@ def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(
 
 
 def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:
-    config = write_config(tmp_path, run={"max_steps": 200})
+    config = write_config(tmp_path, run={"max_steps": 30})
     reader, writer = os.pipe()
     process = subprocess.Popen([*COMMAND, str(config)], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
@@ -284,7 +294,7 @@ def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert errors == ""
-    assert (tmp_path / "run/checkpoints/step_000000000200").is_dir()
+    assert (tmp_path / "run/checkpoints/step_000000000030").is_dir()
 
 
 def test_piped_output_has_no_control_characters(tmp_path: Path) -> None:

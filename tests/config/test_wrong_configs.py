@@ -174,7 +174,7 @@ def test_a_process_shows_no_traceback(tmp_path: Path) -> None:
     assert done.stderr == f"error: {file}:1: run.zzz: unknown key\n{file}:2: data.zzz: unknown key\n"
 
 
-@pytest.mark.parametrize("levels", [40, 400, 4000])
+@pytest.mark.parametrize("levels", [40, 400, pytest.param(4000, marks=pytest.mark.slow)])
 def test_deep_nesting_is_a_config_error(levels: int) -> None:
     with pytest.raises(ConfigError, match=r"nested too deeply|must not be nested more than 32 levels deep"):
         load_config(f"model: {{extra: {{a: {'[' * levels}{']' * levels}}}}}\n")

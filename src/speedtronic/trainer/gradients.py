@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.ranks import Group
+from speedtronic.scheduling import StageStreamScheduler
 from speedtronic.trainer.loss import count_labels
 from speedtronic.trainer.profiling import phase
 
@@ -39,6 +40,7 @@ def accumulate(
     divisors: Sequence[float | None],
     *,
     scaler: torch.amp.GradScaler,
+    stages: StageStreamScheduler | None = None,
 ) -> Tensor:
     """Run forward and backward over the micro batches of one update.
 
@@ -48,6 +50,7 @@ def accumulate(
         divisors: what each mean loss is divided by. None leaves the micro batch out of the backward pass: the mean
             over no target may be NaN.
         scaler: scales a loss before its backward pass.
+        stages: puts off weight gradients within each backward pass.
 
     Returns:
         The loss of the update, which is the sum of the divided losses: a detached 0-dim tensor on the device.
@@ -62,7 +65,11 @@ def accumulate(
             loss = loss / divisor
             # Backward at once, so that the graph of only one micro batch is alive.
             with phase("backward"):
+                if stages is not None:
+                    stages.begin()
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                if stages is not None:
+                    stages.finish()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "an update has at least one micro batch"
     return total

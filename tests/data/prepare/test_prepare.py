@@ -425,7 +425,7 @@ def test_an_interrupted_preparation_continues_to_the_same_result(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
-@pytest.mark.parametrize("place", ["unit 7", "publish"])
+@pytest.mark.parametrize("place", ["unit 7", pytest.param("publish", marks=pytest.mark.slow)])
 def test_a_killed_preparation_continues_to_the_same_result(
     tmp_path: Path, long_corpus: Path, bpe: str, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

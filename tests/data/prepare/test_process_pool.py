@@ -104,7 +104,14 @@ def test_closing_does_not_wait_for_the_work(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        signal.SIGINT,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
 def test_workers_end_with_the_process_that_started_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
