@@ -6,7 +6,6 @@ Legend: `B` batch, `T` sequence, `V` vocabulary.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from speedtronic.data.build import open_tokenizer
 from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer
 from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.durable.files import FileSystem
-from speedtronic.errors import CheckpointError, ConfigError, InputError
+from speedtronic.errors import CheckpointError, ConfigError, InputError, warn
 from speedtronic.model import evaluation_mode
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.registry import build_model, registry
@@ -325,7 +324,7 @@ def generator_from_weights(
     weights: str | Path,
     *,
     device: str | torch.device = "cpu",
-    warn: Callable[[str], None] = warnings.warn,
+    warn: Callable[[str], None] = warn,
 ) -> TextGenerator:
     """Put weights that have nothing else with them into the model of a configuration, ready to generate.
 

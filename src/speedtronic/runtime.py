@@ -12,7 +12,7 @@ import random
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ from speedtronic.config.checks import BUILT_IN_MODELS, doubts, needs_held_out_da
 from speedtronic.config.run_folder import RUN_CONFIG, imported_from, run_folder, save_run
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
-from speedtronic.errors import CheckpointError
+from speedtronic.errors import CheckpointError, warn
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.transformer import NORM_EPS
@@ -132,10 +132,10 @@ def _build(
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
     use_device(target_device, settings.precision.tf32)
-    precision = resolve_precision(settings.precision, target_device)
     resume = resume or settings.checkpoint.resume
     folder = run_folder(settings)
     logger = build_logger(settings)
+    precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
     manager = build_checkpoint_manager(settings, logger)
     logger.run_id = (manager.latest_run_id() if resume else None) or manager.run_id
     data = _build_data(settings, target_device, logger)
@@ -162,11 +162,11 @@ def _build(
     if plan is not None:
         settings = plan.choices.applied_to(given)
         _configure_torch(settings)
-        precision = resolve_precision(settings.precision, target_device)
+        precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
         if settings.data.plain() != given.data.plain():
             data = _build_data(settings, target_device, logger)
     shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
-    optimizer = build_optimizer(model, settings, target_device)
+    optimizer = build_optimizer(model, settings, target_device, warn=logger.warning)
     profiler = []
     if profile_steps is not None:
         profiler.append(StepProfiler(profile_steps, Path(settings.run.output_dir) / "trace.json"))
@@ -389,19 +389,26 @@ def _tune_convolutions(model: nn.Module, config: SpeedtronicConfig, device: torc
         torch.backends.cudnn.benchmark = not config.run.deterministic
 
 
-def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | torch.device) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    config: SpeedtronicConfig,
+    device: str | torch.device,
+    *,
+    warn: Callable[[str], None] = warn,
+) -> torch.optim.Optimizer:
     """Build AdamW, or Muon and AdamW, from `config.optimizer` over every trainable parameter of `model`.
 
-    Each is in exactly one group. With `config.compile` the step of a cautious AdamW is compiled too.
+    Each is in exactly one group. With `config.compile` the step of a cautious AdamW is compiled too. `warn` is told
+    what is not done as the section says.
 
     Raises:
         ConfigError: the model has no trainable parameter, or declares a role or a split for Muon that cannot be.
     """
     optimizer: torch.optim.Optimizer
     if config.optimizer.name == "muon":
-        optimizer = build_hybrid(model, config.optimizer, torch.device(device))
+        optimizer = build_hybrid(model, config.optimizer, torch.device(device), warn=warn)
     else:
-        optimizer = build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile)
+        optimizer = build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile, warn=warn)
     BUILT_FROM_CONFIG.add(optimizer)
     return optimizer
 
@@ -469,8 +476,10 @@ def build_evaluator_on_cpu(config: SpeedtronicConfig, logger: MetricLogger) -> H
         ConfigError, DataError, MissingExtraError: as `build_data`; or `eval.every_steps` has nothing to evaluate on.
     """
     device = torch.device("cpu")
-    precision = resolve_precision(config.precision, device)
-    evaluator = _build_evaluator(build_data(config, pin_memory=False), config, device, precision, logger)
+    precision = resolve_precision(config.precision, device, warn=logger.warning)
+    evaluator = _build_evaluator(
+        build_data(config, pin_memory=False, warn=logger.warning), config, device, precision, logger
+    )
     if evaluator is not None:
         evaluator.loss_fn = loss_by_name(config.loss)
     return evaluator
@@ -537,7 +546,7 @@ def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricL
     """Build the loaders. A node among others reads a part of the data, or all of it in an order of its own."""
     pin_memory = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
     if not config.distributed.enabled:
-        return build_data(config, pin_memory=pin_memory)
+        return build_data(config, pin_memory=pin_memory, warn=logger.warning)
 
     # Imported only by a run that has other nodes: a run of its own starts sooner without.
     from speedtronic.distributed.data_partition import data_partition_of
@@ -547,7 +556,12 @@ def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricL
     with closing(connect(config.distributed)) as store:
         share = data_partition_of(config.distributed, store, seed)
     data = build_data(
-        config, pin_memory=pin_memory, rank=share.part, world_size=share.parts, order_seed=share.order_seed
+        config,
+        pin_memory=pin_memory,
+        rank=share.part,
+        world_size=share.parts,
+        order_seed=share.order_seed,
+        warn=logger.warning,
     )
 
     # Say what this node reads, and warn where several nodes would train on the same samples.

@@ -70,6 +70,9 @@ IDS = torch.zeros(2, 5, dtype=torch.long)
         ({"inputs": IDS}, (2, 10)),
         ((IDS, torch.zeros(2)), (2, 10)),
         ([IDS[0], 1], (5, 5)),
+        ({"x": torch.zeros(4, 3).numpy(), "y": torch.zeros(4).numpy()}, (4, 0)),
+        ({"input_ids": IDS.numpy(), "attention_mask": torch.eye(2, 5).int().numpy()}, (2, 2)),
+        ((IDS.numpy(), IDS.numpy()), (2, 10)),
         ({"input_ids": None, "inputs": IDS.int()}, (2, 10)),
         ({"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1.0, 1, 0], [1, 0, 0]])}, (2, 3)),
         ({"input_ids": IDS[:, :3], "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, (2, 3)),
@@ -273,7 +276,7 @@ def test_a_module_that_torch_made_of_another_gets_what_the_other_asks_for(kind: 
     plain = Scores()
     model = made(kind, plain, pixels)
     forward = forward_of(model, loss_fn=lambda output, batch: nn.functional.cross_entropy(output, batch["label"]))
-    loss = forward(model, {"pixels": pixels, "label": labels, "name": ["a"] * 5})
+    loss = forward(model, {"pixels": pixels, "label": labels, "name": ["a"] * 5}).value
     torch.testing.assert_close(loss, nn.functional.cross_entropy(plain(pixels), labels))
 
 
@@ -299,7 +302,7 @@ def test_a_sequential_is_told_what_a_batch_calls_it_with() -> None:
         ModelError, match=r"forward\(batch\[0\], batch\[1\]\), which Sequential\.forward\(input\).*loss_fn"
     ):
         forward_of(model)(model, (torch.zeros(2, 4), torch.zeros(2, 1)))
-    assert forward_of(model, loss_fn=lambda output, batch: output.mean())(model, (torch.ones(2, 4), 0)).ndim == 0
+    assert forward_of(model, loss_fn=lambda output, batch: output.mean())(model, (torch.ones(2, 4), 0)).value.ndim == 0
 
 
 def test_a_fault_inside_of_a_model_is_raised_as_it_is() -> None:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -17,7 +18,7 @@ from speedtronic.errors import ModelError
 from speedtronic.model import causal_cross_entropy
 from speedtronic.model.wrappers import forward_signature, innermost
 from speedtronic.precision import PrecisionPlan, autocast_context, copies_in_background
-from speedtronic.trainer.loss import LossFunction, doubt_about, has_no_target, resolve_loss
+from speedtronic.trainer.loss import LossFunction, MeanLoss, as_tensor, doubt_about, has_no_target, resolve_loss
 
 
 class Once:
@@ -78,7 +79,8 @@ def batch_size_and_tokens(
 
     Any other batch of tensors (other names, nested fields) has no tokens, and as many samples as the first dimension
     that its tensors share. Where they share none, but its fields are lists of one length, that counts; otherwise the
-    first tensor, and `once` is told so. A batch without tensors is one sample of one token.
+    first tensor, and `once` is told so. An array of NumPy's counts like a tensor. A batch without either is one sample
+    of one token.
     """
     counted: Any = None
     mask: Any = None
@@ -91,9 +93,10 @@ def batch_size_and_tokens(
         mask = batch.get("attention_mask")
     elif isinstance(batch, (tuple, list)) and batch:
         counted = batch[0]
-    if not isinstance(counted, Tensor) or counted.ndim == 0:
+    counted, mask = as_tensor(counted), as_tensor(mask)
+    if counted is None or counted.ndim == 0:
         return _count_any(batch, once)
-    if counted.ndim > 1 and isinstance(mask, Tensor):
+    if counted.ndim > 1 and mask is not None:
         return counted.shape[0], mask.sum(dtype=torch.int64)
     return counted.shape[0], counted.numel() if by_name or _are_ids(counted) else 0
 
@@ -126,7 +129,7 @@ def _count_any(batch: Any, once: Callable[[str, str], None]) -> tuple[int, int]:
 
 
 def _first_dimensions(value: Any) -> Iterator[int]:
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim:
             yield value.shape[0]
     elif isinstance(value, PackedSequence):
@@ -181,8 +184,8 @@ class Forward:
         required = [p for p in parameters if p.kind in positional and p.default is p.empty]
         self._takes_second = loss_fn is None or len(required) >= 2
 
-    def __call__(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """Return the scalar mean loss of `batch`, attached to the graph.
+    def __call__(self, model: Callable[..., Any], batch: Any) -> MeanLoss:
+        """Return the mean loss of `batch`, attached to the graph.
 
         Raises:
             ModelError: the model cannot be called with the batch, or no loss is found in what it returned.
@@ -193,10 +196,10 @@ class Forward:
             loss = resolve_loss(output, batch, self._loss_fn, warn=self._once)
             if self._loss_fn is None:
                 doubt_about(output, batch, self._once)
-            self._note_without_target(loss.detach(), batch)
+            self._note_without_target(loss.value.detach(), batch)
             return loss
 
-    def mean_of_means(self, model: Callable[..., Any], batch: Mapping[str, Tensor], samples: Sequence[int]) -> Tensor:
+    def mean_of_means(self, model: Callable[..., Any], batch: Mapping[str, Tensor], samples: Sequence[int]) -> MeanLoss:
         """Return the mean of the mean losses of parts of `batch` with so many samples each, in one forward pass.
 
         The model is one whose micro batches may be merged (`trainer.merging`). A part without a target has the loss 0.
@@ -204,7 +207,8 @@ class Forward:
         with autocast_context(self._plan):
             output = self.call(model, {key: value for key, value in batch.items() if key != "labels"})
             logits, labels = (torch.split(tensor, list(samples)) for tensor in (output["logits"], batch["labels"]))
-            return torch.stack([causal_cross_entropy(*part) for part in zip(logits, labels, strict=True)]).mean()
+            means = [causal_cross_entropy(*part) for part in zip(logits, labels, strict=True)]
+            return MeanLoss(torch.stack(means).mean())
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
         """Return what the model returns for `batch`.
@@ -246,9 +250,10 @@ class Forward:
             return (), keywords
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
             return (batch[0], batch[1]) if self._takes_second else (batch[0],), {}
+        length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise ModelError(
-            f"a batch must be a mapping of forward's arguments or a tuple or list of at least two, not "
-            f"{type(batch).__name__}: check the collate function of the data loader"
+            f"a batch must be a mapping of forward's arguments or a tuple or list of at least two, not a "
+            f"{type(batch).__name__}{length}: check the collate function of the data loader"
         )
 
     def _refuse(self, batch: Any) -> NoReturn:
