@@ -15,9 +15,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "speedtronic"
 FLOORS = (
     {"cli"},
     {"runtime"},
-    {"evaluation", "generation", "tuning"},
+    {"evaluation", "generation", "tuning", "report"},
     {"trainer", "distributed"},
-    {"checkpoint", "optimizers", "data", "model", "metrics"},
+    {"checkpoint", "optimizers", "data", "model", "metrics", "runs"},
     {"shapes", "scheduling"},
     {"precision", "ranks", "registry"},
     {"config"},

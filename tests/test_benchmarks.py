@@ -44,6 +44,13 @@ def test_the_start_of_a_run_is_compared_with_the_same_steps_by_hand() -> None:
     assert all(0 < ratio < 2 for ratio in record["ratios"].values())
 
 
+def test_a_report_of_a_short_log_is_measured() -> None:
+    (record,) = records("report.py", "--steps", "1000")
+    assert record["steps"] == 1000
+    assert 100_000 < record["page_bytes"] < 3e6
+    assert record["cpu_s"] > 0
+
+
 @pytest.mark.slow
 def test_a_short_run_is_as_fast_with_tune_as_without() -> None:
     (record,) = records("tune.py", "--whole", "--runs", "tiny, short", "--rounds", "1")

@@ -727,7 +727,7 @@ def test_a_jsonl_run_has_one_strict_object_per_line(tmp_path: Path) -> None:
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     assert [event["event"] for event in events if event["event"] == "train_step"] == ["train_step"] * 4
-    assert [event["event"] for event in events[:2]] == ["shape_profile", "train_start"]
+    assert [event["event"] for event in events[:3]] == ["environment", "shape_profile", "train_start"]
     assert events[-1]["event"] == "train_end"
     assert all({"elapsed_s", "time"} <= event.keys() for event in events)
 
@@ -931,7 +931,7 @@ def test_build_runtime_validates_the_startup_shapes_and_fit_does_not_again(
         trainer.fit()
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line)["event"] for line in lines]
-    assert events[:3] == ["shape_warning", "shape_profile", "train_start"]
+    assert events[:4] == ["environment", "shape_warning", "shape_profile", "train_start"]
     assert events.count("shape_warning") == events.count("shape_profile") == 1
 
 

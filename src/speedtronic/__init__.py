@@ -14,6 +14,7 @@ __version__ = "3.0.0.dev0"
 
 # For type checkers and editors; `_EXPORTS` says the same to the interpreter.
 if TYPE_CHECKING:
+    from speedtronic import runs as runs
     from speedtronic.config import CheckpointConfig as CheckpointConfig
     from speedtronic.config import Config as Config
     from speedtronic.config import ConfigError as ConfigError
@@ -99,10 +100,14 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: f"speedtronic.{module}" for module, names in _EXPORTS.items() for name in names}
 
+_MODULES = frozenset({"runs"})  # that `import speedtronic` alone makes usable, when they are first used
+
 __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"speedtronic.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'speedtronic' has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)

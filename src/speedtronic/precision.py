@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -199,3 +201,15 @@ def computes_bf16(device: torch.device) -> bool:
     # torch asks the current device.
     with torch.cuda.device(device):
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def processor_name() -> str:
+    """The model of the processor, as far as the system says it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:  # other systems have no such file
+        pass
+    return platform.processor() or platform.machine()

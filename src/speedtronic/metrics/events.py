@@ -26,6 +26,11 @@ class EventKind:
 
 
 EVENTS: Mapping[str, EventKind] = {
+    "environment": EventKind(
+        "what the numbers of a run may depend on besides its configuration, from each of its processes",
+        ("speedtronic", "torch", "python", "system", "device", "processor", "cores", "threads"),
+        level=DEBUG,
+    ),
     "train_start": EventKind(
         "`fit` starts",
         ("step", "target_steps", "device", "precision", "parameters", "micro_batches"),
