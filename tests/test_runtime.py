@@ -234,7 +234,6 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "precision.mode: fp8": {"precision": {"mode": "fp8"}},
     "eval.patience": {"eval": {"patience": 3}},
     "eval.samples": {"eval": {"samples": 2}},
-    "logging.trackers": {"logging": {"trackers": ["wandb"]}},
 }
 
 
@@ -1085,3 +1084,11 @@ def test_a_warmup_that_is_not_given_stays_as_it_was_when_a_resumed_run_becomes_l
     given, _ = build_runtime({**longer, "scheduler": {"warmup_steps": 8}}, resume=True)
     assert given.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 4 / 8)
     assert build_runtime(longer)[0].config.scheduler.warmup_steps == 40
+
+
+def test_the_fields_of_the_configuration_choose_the_line_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_from_config(tiny(tmp_path, logging={"fields": ["step", "tokens"], "file": "log.txt"}))
+    assert "step 4/4  tokens 128\n" in capsys.readouterr().out
+    assert "INFO step 4/4  tokens 128\n" in (tmp_path / "log.txt").read_text()

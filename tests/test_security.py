@@ -67,6 +67,7 @@ IMPORT_SITES = {
     ("__init__.py", "__getattr__"): "a table in the same file",
     ("data/__init__.py", "__getattr__"): "a table in the same file",
     ("distributed/__init__.py", "__getattr__"): "a table in the same file",
+    ("metrics/trackers.py", "import_tracker"): "names in the files of the trackers",
     ("registry.py", "_load"): "what a program registered a model as, which is code already",
     ("runtime.py", "import_plugins"): "plugins in the configuration, which its user wrote",
     ("registry.py", "import_factory"): "data.dataset, loss and callbacks in the configuration, which its user wrote",

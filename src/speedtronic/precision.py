@@ -47,13 +47,13 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
         DeviceError: the requested device does not exist on this machine; the message names those that do.
     """
     if requested is None or requested == "auto":
-        return torch.device(_available_devices()[0])
+        return torch.device(available_devices()[0])
     try:
         device = torch.device(requested)
     except RuntimeError as error:
         raise DeviceError(f"unknown device {requested!r}; use auto, cpu, cuda, cuda:<index> or mps") from error
     if not _is_available(device):
-        choices = ", ".join(_available_devices())
+        choices = ", ".join(available_devices())
         raise DeviceError(f"device {str(device)!r} is not available on this machine; available: {choices}")
     return device
 
@@ -148,7 +148,7 @@ def supports_fused_adamw(device: str | torch.device) -> bool:
     return True
 
 
-def _available_devices() -> list[str]:
+def available_devices() -> list[str]:
     """The devices of this machine, best first."""
     found = []
     if torch.cuda.is_available():

@@ -30,12 +30,13 @@ from speedtronic.checkpoint.export.llama import hidden_differences, reference_na
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.config.checks import BUILT_IN_MODELS, doubts, needs_held_out_data, refuse_what_cannot_be_trained
-from speedtronic.config.run_folder import RUN_CONFIG, imported_from, run_folder, save_run
+from speedtronic.config.run_folder import RUN_CONFIG, TRACKERS, imported_from, run_folder, save_run
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader
 from speedtronic.errors import CheckpointError, warn
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.metrics import MetricLogger
+from speedtronic.metrics.tracker_feed import TrackerFeed, opener_of
 from speedtronic.model.transformer import NORM_EPS
 from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
@@ -433,16 +434,40 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: SpeedtronicConfig)
 
 
 def build_logger(config: SpeedtronicConfig) -> MetricLogger:
-    """Build the logger of `config.logging`; its relative files lie in `run.output_dir`. It has no hooks."""
+    """Build the logger of `config.logging`; its relative files lie in `run.output_dir`. It has no hooks.
+
+    Raises:
+        ConfigError: a file cannot be opened, or trackers cannot be fed from it.
+        MissingExtraError: a tracker is not installed.
+    """
     config.resolve()  # `run.log_every` may have been edited, which `logging.every_steps` follows
-    section, output = config.logging, Path(config.run.output_dir)
-    return MetricLogger(
+    section, output = config.logging, Path(config.run.output_dir).absolute()
+    openers = {name: opener_of(name) for name in section.trackers}
+    lines = output / section.json_file if section.json_file is not None else None
+    logger = MetricLogger(
         level=section.level,
         file=output / section.file if section.file is not None else None,
-        json_file=output / section.json_file if section.json_file is not None else None,
+        json_file=lines,
         every_steps=section.every_steps or 1,
         progress=section.progress,
+        fields=section.fields,
     )
+    if lines is not None and openers and not lines.is_file():
+        raise ConfigError(f"logging.trackers are fed from logging.json_file, and {lines} is not a plain file")
+    for name, open_tracker in openers.items():
+        assert lines is not None, "it follows logging.trackers"
+        feed = TrackerFeed(
+            name,
+            open_tracker,
+            lines,
+            output / TRACKERS,
+            run_name=config.run.name,
+            config=config.to_dict(redact_secrets=True),
+            warn=logger.warning,
+            inform=logger.info,
+        )
+        logger.add_feed(feed)
+    return logger
 
 
 def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) -> CheckpointManager:

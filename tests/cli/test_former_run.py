@@ -205,3 +205,14 @@ def test_the_folder_of_a_run_asks_for_the_secrets_that_it_does_not_keep(
     again = ["train", str(tmp_path / "run/config.yaml"), "--resume", "--max-steps", "3", "distributed.token=hf_again"]
     assert main(again) == 0
     assert "hf_again" not in "".join(map(str, contents(tmp_path / "run").values()))
+
+
+def test_what_trackers_wrote_moves_with_the_run(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    assert main(["train", config]) == 0
+    position = tmp_path / "run/trackers/wandb.json"
+    position.parent.mkdir()
+    position.write_text("{}")
+    assert main(["train", config, "--overwrite"]) == 0
+    assert (tmp_path / "run.old-1/trackers/wandb.json").read_text() == "{}"
+    assert not position.exists()

@@ -165,7 +165,7 @@ def long_run(folder: Path, **sections: Any) -> Iterator[subprocess.Popen[str]]:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if "step 5/" in line:
+            if line.startswith("step ") and " 5/" in line:
                 break
         yield process
     finally:

@@ -126,6 +126,7 @@ DEFAULTS = {
         "json_file": None,
         "every_steps": 1,
         "progress": "auto",
+        "fields": None,
         "trackers": [],
     },
     "eval": {
@@ -298,7 +299,13 @@ def test_every_key_is_described(section: type[Section]) -> None:
             "loud",
             "logging.level: must be 'DEBUG', 'INFO', 'WARNING', 'ERROR' or 'CRITICAL', not the text 'LOUD'",
         ),
-        (LoggingConfig, "trackers", [3], "logging.trackers[0]: must be text, not 3"),
+        (
+            LoggingConfig,
+            "trackers",
+            ["neptune"],
+            "logging.trackers[0]: must be 'tensorboard', 'wandb', 'mlflow' or 'trackio', not the text 'neptune'",
+        ),
+        (LoggingConfig, "trackers", "wandb", "logging.trackers: must be a list, not the text 'wandb'"),
         (
             ShapeValidationConfig,
             "alignment",
@@ -494,6 +501,15 @@ def test_keys_that_depend_on_each_other_can_be_edited_one_after_the_other() -> N
     model.n_head = 6
     model.d_model = 384
     assert (model.n_kv_head, model.d_ff) == (6, 1536)
+
+
+def test_trackers_bring_the_file_that_they_are_fed_from() -> None:
+    assert LoggingConfig().json_file is None
+    section = LoggingConfig(trackers=["wandb"], json_file=None)
+    assert section.json_file == "metrics.jsonl"
+    assert LoggingConfig(trackers=["wandb"], json_file="mine.jsonl").json_file == "mine.jsonl"
+    section.trackers = []
+    assert section.json_file is None
 
 
 def test_given_sizes_do_not_follow() -> None:

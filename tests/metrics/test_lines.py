@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
-from speedtronic.metrics.events import event_level
+from speedtronic.config.sections import StepField
+from speedtronic.metrics.events import EVENTS, event_level
 from speedtronic.metrics.lines import LineFormat, duration, short_bytes, short_number
 from speedtronic.metrics.records import Record
 from tests.support.cases import case
@@ -20,15 +21,39 @@ def line(event: str, payload: dict[str, Any], lines: LineFormat | None = None) -
     return (lines or LineFormat()).line(Record(event, event_level(event), payload, 0.0, datetime.now(UTC)))
 
 
-def test_a_step_shows_the_figures_of_its_interval_and_one_learning_rate() -> None:
+def test_a_step_shows_what_changes_with_the_figures_of_its_interval() -> None:
     lines = LineFormat()
     start = {"step": 100, "target_steps": 1000, "device": "cpu", "precision": "fp32", "parameters": 1_234_567}
     assert line("train_start", start, lines) == (
         "train_start  step 100/1000  device cpu  precision fp32  parameters 1.23M"
     )
     shown = line("train_step", STEP, lines)
-    assert shown == ("step 120/1000  loss 2.3145  lr 3.00e-04  grad_norm 0.5234  12.3k tok/s  1.2 GB  eta 0:01:10")
-    assert len(shown) <= 95
+    assert shown == "step  120/1000  loss 2.3145  lr 3.00e-04  12.3k tok/s  grad_norm 0.523"
+    assert len(shown) < 80
+
+
+def test_the_numbers_of_steps_stand_below_each_other() -> None:
+    lines = LineFormat()
+    line("train_start", {"step": 0, "target_steps": 100}, lines)
+    first = line("train_step", {**STEP, "step": 9, "interval_loss": 10.25, "grad_norm": 12.5}, lines)
+    second = line("train_step", {**STEP, "step": 10, "interval_tokens_per_sec": 950.0}, lines)
+    last = line("train_step", {**STEP, "step": 100}, lines)
+    assert first == "step   9/100  loss 10.2500  lr 3.00e-04  12.3k tok/s  grad_norm 12.500"
+    assert second == "step  10/100  loss  2.3145  lr 3.00e-04    950 tok/s  grad_norm  0.523"
+    assert last == "step 100/100  loss  2.3145  lr 3.00e-04  12.3k tok/s  grad_norm  0.523"
+
+
+def test_fields_choose_what_a_step_shows_and_in_which_order() -> None:
+    fields = ["step", "tokens", "steps_per_sec", "loss", "peak_memory_bytes", "eta_s", "mfu"]
+    shown = line("train_step", STEP, LineFormat(fields))
+    assert shown == "step 120  tokens 122880  24.1 steps/s  loss 2.3145  1.2 GB  eta 0:01:10"
+    assert line("eval", {"step": 1, "targets": 2}, LineFormat(fields)) == "eval  step 1  targets 2"
+
+
+def test_the_fields_of_the_configuration_are_those_that_steps_have() -> None:
+    kind = EVENTS["train_step"]
+    names = {name for name in (*kind.keys, *kind.sometimes) if not name.startswith("interval_")}
+    assert set(get_args(StepField)) == names
 
 
 def test_a_step_of_batches_without_tokens_shows_samples_per_second() -> None:

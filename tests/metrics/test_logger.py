@@ -72,8 +72,8 @@ def test_the_last_step_is_logged_however_the_run_ends(tmp_path: Path) -> None:
                     logger.emit("train_step", {"step": step})
                 for event, payload in rest:
                     logger.emit(event, payload)
-            shown = [line for line in stream.getvalue().splitlines() if line.startswith("step")]
-            assert shown == [f"step 3/{target}", f"step 5/{target}"]
+            shown = [line.split() for line in stream.getvalue().splitlines() if line.startswith("step")]
+            assert shown == [["step", f"3/{target}"], ["step", f"5/{target}"]]
             events = [line["event"] for line in lines_of(tmp_path / f"{name}.jsonl")]
             assert events == ["train_start", "train_step", "train_step", *(event for event, _ in rest)]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 import types
@@ -85,7 +86,7 @@ def without_escapes(text: str) -> str:
 def test_on_a_terminal_one_line_shows_step_loss_speed_time_left_and_memory() -> None:
     text = without_escapes(run(Terminal(), "auto"))
     assert re.search(r"step 1/4 .*25%  loss 2.5000  12.3k tok/s  eta 0:00:02  1.2 GB", text)
-    assert "step 4/4" in text
+    assert re.search(r"step 4/4 .*100%  loss 2.5000  12.3k tok/s  eta 0:00:00  1.2 GB  saved 1", text)
 
 
 def screen(text: str) -> list[str]:
@@ -104,11 +105,11 @@ def screen(text: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_all_lines_stand_above_a_bar_that_ends_at_100_percent() -> None:
+def test_other_lines_stand_above_a_bar_that_ends_at_100_percent() -> None:
     shown = screen(run(Terminal(), "auto"))
-    assert [line.split("  ")[0] for line in shown[:4]] == ["train_start", "step 1/4", "checkpoint", "step 4/4"]
-    assert re.fullmatch(r"step 4/4 ━+ 100%  loss 2.5000  12.3k tok/s  eta 0:00:00  1.2 GB", shown[4])
-    assert shown[5:] == ["train_end  steps 4"]
+    assert [line.split("  ")[0] for line in shown[:2]] == ["train_start", "checkpoint"]
+    assert re.fullmatch(r"step 4/4 ━+ 100%  loss 2.5000  12.3k tok/s  eta 0:00:00  1.2 GB  saved 1", shown[2])
+    assert shown[3:] == ["train_end  steps 4"]
 
 
 def test_the_bar_moves_with_each_step_before_its_numbers_are_known() -> None:
@@ -138,7 +139,36 @@ def test_a_terminal_of_80_characters_shows_all_numbers(monkeypatch: pytest.Monke
     assert len(shown) < 80
 
 
-def test_lines_of_steps_wait_for_the_next_frame_and_none_is_lost() -> None:
+def test_a_narrow_terminal_shows_the_first_numbers_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, shown in (
+        (59, "step 99999/100000 99%  loss 2.5000  12.3k tok/s"),
+        (40, "step 99999/100000 99%  loss 2.5000"),
+        (20, "step 99999/100000"),
+    ):
+        with case(columns):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            stream = Terminal()
+            with MetricLogger(stream=stream, progress="on", clock=Clock()) as logger:
+                logger.emit("train_start", {"step": 0, "target_steps": 100_000})
+                logger.emit("train_step", {**step(99_999), "eta_s": 1e6})
+            assert screen(stream.getvalue())[-1].startswith(shown)
+            assert len(screen(stream.getvalue())[-1]) <= columns
+
+
+def test_the_next_frame_fits_a_terminal_that_was_resized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    columns = [120]
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((columns[0], 24)))
+    stream = Terminal()
+    logger = MetricLogger(stream=stream, progress="on", clock=Clock())
+    logger.emit("train_start", {"step": 0, "target_steps": 4})
+    columns[0] = 40
+    logger.emit("train_step", step(4))
+    assert screen(stream.getvalue())[-1] == "step 4/4 100%  loss 2.5000  12.3k tok/s"
+    logger.close()
+
+
+def test_frames_are_at_most_ten_a_second() -> None:
     """A frame costs about a millisecond, which a short step must not pay each time."""
     stream = Terminal()
     clock = Clock(each=0.0)
@@ -147,12 +177,9 @@ def test_lines_of_steps_wait_for_the_next_frame_and_none_is_lost() -> None:
     for number in range(1, 51):
         logger.show_step(number)
         logger.emit("train_step", {**step(number), "eta_s": 1.0})
-    drawn = stream.getvalue().count("\x1b[2K")
-    assert drawn <= 3
+    assert stream.getvalue().count("\x1b[2K") <= 3
     logger.close()
-    shown = screen(stream.getvalue())
-    assert [line.split("  ")[0] for line in shown[1:51]] == [f"step {number}/100" for number in range(1, 51)]
-    assert "step 50/100" in shown[51]
+    assert "step 50/100" in screen(stream.getvalue())[-1]
 
 
 def test_the_cursor_is_shown_again() -> None:
@@ -264,8 +291,8 @@ def test_a_cell_of_a_notebook_has_one_output_that_moves_and_plain_lines_below(mo
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", ipython)
     lines = run(NotebookStream(), "auto").splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["train_start", "step 1/4", "checkpoint", "step 4/4", "train_end"]
+    assert [line.split("  ")[0] for line in lines] == ["train_start", "checkpoint", "train_end"]
     assert "\x1b" not in "".join(lines)
-    assert shown[-1] == "step 4/4  ████████████████████  100%  loss 2.5000  12.3k tok/s  eta 0:00:00  1.2 GB"
+    assert shown[-1] == "step 4/4  ████████████████████  100%  loss 2.5000  12.3k tok/s  eta 0:00:00  1.2 GB  saved 1"
     assert any(frame.startswith("step 1/4  █████░░░░░░░░░░░░░░░  25%") for frame in shown)
     assert run(NotebookStream(), "off").count("step 1/4") == 1

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from speedtronic import __version__
-from speedtronic.cli import checkpoints, configuration, data, diloco, generate, output, report, train, tune
+from speedtronic.cli import checkpoints, configuration, data, diloco, doctor, generate, output, report, train, tune
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.cli.tracebacks import format_error
 from speedtronic.errors import SpeedtronicError
@@ -79,4 +79,5 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_parser(commands)
     checkpoints.add_parser(commands)
     diloco.add_parser(commands)
+    doctor.add_parser(commands)
     return parser

@@ -33,14 +33,14 @@ class FormerRun:
 
     def __str__(self) -> str:
         """`run 1a2b3c4d, checkpoints up to step 500, metrics.jsonl`."""
-        from speedtronic.config.run_folder import RUN_CONFIG, RUN_RECORD, run_id_in
+        from speedtronic.config.run_folder import RUN_CONFIG, RUN_RECORD, TRACKERS, run_id_in
 
         run_id = run_id_in(self.folder)
         words = [f"run {run_id[:8]}"] if run_id else []
         steps = [int(match[1]) for file in self.files if (match := _CHECKPOINT.fullmatch(file.name))]
         if steps:
             words.append(f"checkpoints up to step {max(steps)}")
-        known = {RUN_CONFIG, RUN_RECORD, _LATEST}
+        known = {RUN_CONFIG, RUN_RECORD, TRACKERS, _LATEST}
         words += [file.name for file in self.files if file.name not in known and not _CHECKPOINT.fullmatch(file.name)]
         return ", ".join(words)
 
@@ -76,6 +76,8 @@ def _is_its_own(file: Path) -> bool:
 
 def _files_of(config: SpeedtronicConfig, folder: Path) -> Iterator[Path]:
     """The checkpoints and the logs that are there. A log outside of the folder is shared with others on purpose."""
+    from speedtronic.config.run_folder import TRACKERS
+
     checkpoints = folder / config.checkpoint.directory
     try:
         there = sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []
@@ -88,6 +90,9 @@ def _files_of(config: SpeedtronicConfig, folder: Path) -> Iterator[Path]:
         file = folder / (log or "")
         if file.is_relative_to(folder) and file.is_file() and file.stat().st_size > 0:
             yield file
+            found.append(file)
+    if found and (trackers := folder / TRACKERS).is_dir():
+        yield trackers
 
 
 def set_aside(former: FormerRun) -> Path:

@@ -38,12 +38,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="trace N steps after the first ones into trace.json in the run's folder, and say what takes their time",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build everything, take a few updates, say what time, memory and disk the run needs, and write nothing",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues the run in the folder, and --overwrite starts another: choose one")
+    if args.dry_run and (args.overwrite or args.profile is not None):
+        raise ConfigError("--dry-run writes nothing, so it goes with neither --overwrite nor --profile")
     if args.profile is not None and args.profile < 1:
         raise ConfigError(f"--profile is a number of steps, at least 1, not {args.profile}")
     options = {"run.device": args.device, "run.max_steps": args.max_steps, "run.output_dir": args.output_dir}
@@ -60,6 +67,12 @@ def run(args: argparse.Namespace) -> int:
     from speedtronic.durable.lock import RunLock
 
     refuse_what_cannot_be_trained(config)
+    if args.dry_run:
+        from speedtronic.cli.dry_run import dry_run
+        from speedtronic.runtime import import_plugins
+
+        import_plugins(config.plugins, plugins_folder)
+        return dry_run(config, resume=args.resume or config.checkpoint.resume)
     folder = run_folder(config)
     with RunLock(folder) if folder is not None else nullcontext():
         former = None

@@ -22,7 +22,6 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "precision.mode": ("fp8",),
     "eval.patience": (),
     "eval.samples": (),
-    "logging.trackers": (),
 }
 """Keys whose part is still to come, with the values that need it; without values, all but the default need it."""
 

@@ -20,6 +20,7 @@ from speedtronic.errors import ConfigError
 
 RUN_CONFIG = "config.yaml"
 RUN_RECORD = "run.json"
+TRACKERS = "trackers"  # a folder: how far each tracker is, and what those write that write files
 # By its first line a run's own `config.yaml` is told from a file of the user's, which no run replaces or moves.
 _FIRST_LINE = "# The configuration of run "
 

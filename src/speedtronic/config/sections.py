@@ -509,17 +509,40 @@ class CheckpointConfig(Section):
     resume: bool = Field(default=False, description="Continue from the newest sound checkpoint.")
 
 
+# The numbers of the event `train_step`; those that it has of an interval too are shown of the interval.
+StepField = Literal[
+    "step",
+    "loss",
+    "lr",
+    "steps_per_sec",
+    "samples_per_sec",
+    "tokens_per_sec",
+    "samples",
+    "tokens",
+    "micro_batches",
+    "grad_norm",
+    "lr_applied",
+    "peak_memory_bytes",
+    "peak_reserved_bytes",
+    "gpu_busy_percent",
+    "eta_s",
+    "mfu",
+]
+
+
 class LoggingConfig(Section):
     """What is logged, and where to."""
 
     section_name: ClassVar[str] = "logging"
-    following: ClassVar[tuple[str, ...]] = ("every_steps",)
+    following: ClassVar[tuple[str, ...]] = ("every_steps", "json_file")
 
     level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"], BeforeValidator(_in_capitals)] = Field(
         default="INFO", description="Lowest severity that is shown."
     )
     file: PathText | None = Field(default=None, description="Text file for the log lines.")
-    json_file: PathText | None = Field(default=None, description="JSON Lines file for the events.")
+    json_file: PathText | None = Field(
+        default=None, description="JSON Lines file for the events. Null: metrics.jsonl where there are trackers."
+    )
     every_steps: Count = Field(
         default=1,
         description="Optimizer updates between log lines. Follows run.log_every, if that is set, unless given.",
@@ -527,13 +550,25 @@ class LoggingConfig(Section):
     progress: Literal["auto", "on", "off"] = Field(
         default="auto", description="Live progress line; auto shows it on a terminal."
     )
-    trackers: TextList = Field(default=[], description="Experiment trackers to report to, by name.")
+    fields: list[StepField] | None = Field(
+        default=None,
+        description="What a line about a step shows, in this order. Null: step, loss, lr, tokens_per_sec, grad_norm. "
+        "json_file has all.",
+    )
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "mlflow", "trackio"]], BeforeValidator(_as_list)] = Field(
+        default=[],
+        description="Experiment trackers to report to. Each is fed from json_file, and needs the extra of its name; "
+        "its environment variables apply.",
+    )
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         file, json_file = values.get("file"), values.get("json_file")
         if file and json_file and os.path.normpath(file) == os.path.normpath(json_file):
             yield "json_file", "names the same file as logging.file; give each its own"
+
+    def resolve(self) -> None:
+        self.follow("json_file", "metrics.jsonl" if self.trackers else None)
 
 
 class EvalConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -76,14 +76,15 @@ class ConsoleSink:
     Args:
         stream: where to write; None means the `sys.stdout` of each moment.
         level: records below it are not shown.
+        fields: what the line of a step shows; the usual without it.
     """
 
     name = "console"
 
-    def __init__(self, stream: TextIO | None, level: int) -> None:
+    def __init__(self, stream: TextIO | None, level: int, fields: Sequence[str] | None = None) -> None:
         self.stream = ConsoleStream(stream)
         self._level = level
-        self._format = LineFormat()
+        self._format = LineFormat(fields)
 
     def is_terminal(self) -> bool:
         """Whether the stream can move its cursor, and so draw a line again."""

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -64,6 +64,7 @@ class MetricLogger:
         stream: where console lines go; None means the `sys.stdout` of each moment.
         hooks: callables `(event, payload)` or objects with `on_event(event, payload)`.
         progress: a live line on a terminal: `off`, `auto` (unless `level` hides ordinary lines) or `on`.
+        fields: what a line about a step shows, in this order; without it step, loss, lr, rate and gradient norm.
         hook_patience: seconds that training waits for each hook in all, besides a twentieth of the time that passes.
         run_id: the id of the run; a random one without it.
         clock: monotonic seconds, for `elapsed_s`.
@@ -84,6 +85,7 @@ class MetricLogger:
         hooks: Iterable[Hook] | None = None,
         *,
         progress: ProgressMode = "off",
+        fields: Sequence[str] | None = None,
         hook_patience: float = 2.0,
         run_id: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -104,14 +106,15 @@ class MetricLogger:
         self._started = clock()
         # Re-entrant: a signal handler, or a warning raised while a record is written, may log on the same thread.
         self._lock = threading.RLock()
-        console = ConsoleSink(stream, threshold)
+        console = ConsoleSink(stream, threshold, fields)
         self._progress = None if progress == "off" else ProgressSink(console, progress, clock)
         self._console: Sink = self._progress or console
         self._sinks: list[Sink] = [self._console]
         if file is not None:
-            self._sinks.append(_open_sink("file", file, lambda path: TextFileSink(path, threshold)))
+            self._sinks.append(_open_sink("file", file, lambda path: TextFileSink(path, threshold, fields)))
         if json_file is not None:
             self._sinks.append(_open_sink("json_file", json_file, JsonlSink))
+        self._feeds: list[Sink] = []
         self._failing: set[str] = set()
         self._target: object = None  # the last step of the run, if `train_start` has told it
         self._held: Record | None = None  # the last step, where the cadence keeps it from the sinks
@@ -131,6 +134,10 @@ class MetricLogger:
         if not isinstance(hook, TrainingHook) and not callable(hook):
             raise TypeError(f"a hook is a callable or has on_event(event, payload); got {type(hook).__name__}")
         self.hooks.append(hook)
+
+    def add_feed(self, feed: Sink) -> None:
+        """Tell `feed` of every record, after the files have it. It may log while it is closed."""
+        self._feeds.append(feed)
 
     def emit(self, event: str, payload: Mapping[str, Any] | None = None) -> None:
         """Write one event to the sinks, then tell the hooks.
@@ -180,13 +187,15 @@ class MetricLogger:
         self._log(ERROR, message)
 
     def close(self) -> None:
-        """Wait for slow hooks, end the progress line, close the files.
+        """Wait for slow hooks and trackers, end the progress line, close the files.
 
         A second call does no harm. A later event opens everything again.
         """
         for thread in list(self._hook_threads.values()):
             thread.close()
         self.log_last_step()
+        for feed in self._feeds:
+            feed.close()  # without the lock, which the thread of the feed needs for its last messages
         with self._lock:
             for sink in self._sinks:
                 sink.close()
@@ -214,7 +223,7 @@ class MetricLogger:
 
     def _write_record(self, record: Record) -> None:
         with self._lock:
-            for sink in self._sinks:
+            for sink in (*self._sinks, *self._feeds):
                 self._write_to(sink, record)
 
     def _record(self, event: str, level: int, payload: Mapping[str, Any]) -> Record:

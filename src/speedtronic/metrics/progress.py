@@ -1,30 +1,38 @@
-"""One live line on a terminal or in a notebook: step, bar, loss, tokens per second, time left, memory."""
+"""One live line on a terminal or in a notebook: step, bar, loss, speed, time left, memory, last checkpoint."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TextIO, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, cast
 
 from speedtronic.metrics.console import ConsoleSink, ConsoleStream
 from speedtronic.metrics.lines import duration, short_bytes, short_number
 from speedtronic.metrics.records import ENDS, TRAIN_START, TRAIN_STEP, Record
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
 ProgressMode: TypeAlias = Literal["off", "auto", "on"]
 PROGRESS_MODES: tuple[ProgressMode, ...] = ("off", "auto", "on")
 
 _SECONDS_BETWEEN_FRAMES = 0.1
-_WIDE = 100  # characters; a narrower terminal gets a shorter bar, so that the numbers after it are not cut off
+# Characters. A narrower terminal gets a shorter bar or none, and the last numbers are left out that have no room.
+_LONG_BAR, _SHORT_BAR = 20, 6
+_WIDE, _NARROW = 100, 60
 
 
 class ProgressSink:
-    """Shows one live line while a run trains. It moves with each step, and all records appear above it.
+    """Shows one live line while a run trains. It moves with each step, and stands for the lines about steps.
+
+    On a terminal all other records appear above it, and after a resize its next frame fits.
 
     It needs a terminal that can move its cursor, or a cell of a Jupyter notebook, where it is the first line; elsewhere
     all records go to the console. With `auto`, there is no live line if the console's level hides ordinary lines; with
-    `on`, there is. The thread that writes draws the frames, at most ten a second, and lines about steps wait for the
-    next frame. A thread of its own could hold a lock while data workers are forked.
+    `on`, there is. The thread that writes draws the frames, at most ten a second. A thread of its own could hold a lock
+    while data workers are forked.
 
     Args:
         console: the sink for everything but the live line.
@@ -41,8 +49,8 @@ class ProgressSink:
         self._live: _TerminalLine | _NotebookLine | None = None
         self._target: float = 0
         self._step: float = 0
-        self._numbers = ""
-        self._above: list[str] = []  # lines that wait for the next frame
+        self._numbers: list[str] = []
+        self._saved: str | None = None  # the last checkpoint
         self._drawn_at = -math.inf
 
     def write(self, record: Record) -> None:
@@ -51,14 +59,14 @@ class ProgressSink:
             self.close()
         if self._live is None:
             self._console.write(record)
-        else:
-            if self._console.shows(record):
-                self._above.append(self._console.line(record))
-            if record.event != TRAIN_STEP:
-                self._draw()
-            elif (step := _finite_number(record.payload, "step")) is not None:
+        elif record.event == TRAIN_STEP:
+            if (step := _finite_number(record.payload, "step")) is not None:
                 self._numbers = _numbers(record.payload)
                 self.move_to(step)
+        else:
+            if record.event == "checkpoint" and record.payload.get("path") is not None:
+                self._saved = f"saved {record.payload.get('step')}"
+            self._draw(self._console.line(record) if self._console.shows(record) else None)
         # The record that starts a run is an ordinary line too, and the live line follows it.
         if record.event == TRAIN_START and self._live is None and self._wanted(record):
             self._start(record.payload)
@@ -87,48 +95,62 @@ class ProgressSink:
 
     def _start(self, payload: Mapping[str, Any]) -> None:
         self._target, self._step = payload["target_steps"], payload["step"]
-        self._numbers = ""
+        self._numbers, self._saved = [], None
         stream = self._console.stream
-        self._live = _NotebookLine(stream) if stream.is_notebook() else _TerminalLine(stream.target, self._target)
+        self._live = _NotebookLine(stream) if stream.is_notebook() else _TerminalLine(stream.target)
 
-    def _draw(self) -> None:
+    def _draw(self, above: str | None = None) -> None:
         assert self._live is not None
         self._drawn_at = self._clock()
         # Rounded down: only the last step makes it 100%.
         share = min(int(100 * self._step / self._target), 100) if self._target > 0 else 100
-        lines, self._above = self._above, []
-        self._live.draw(self._step, self._target, share, self._numbers, lines)
+        words = self._numbers if self._saved is None else [*self._numbers, self._saved]
+        self._live.draw(f"step {self._step:.0f}/{self._target:.0f}", share, words, above)
 
 
 class _TerminalLine:
     """The live line as the last one of a terminal."""
 
-    def __init__(self, stream: TextIO | None, target: float) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.live import Live
 
         # rich may replace `sys.stdout` by a stream that writes above the live line. The line itself needs the old one.
-        console = Console(file=cast("TextIO", ConsoleStream(stream)))
-        self._progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=20 if console.width >= _WIDE else 6),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=console,
+        self._live = Live(
+            console=Console(file=cast("TextIO", ConsoleStream(stream))),
             auto_refresh=False,
             redirect_stdout=stream is sys.stdout,
             redirect_stderr=stream is sys.stdout and ConsoleStream(sys.stderr).isatty(),
         )
-        self._task = self._progress.add_task("", total=target, numbers="")
-        self._progress.start()
+        self._live.start()
 
-    def draw(self, step: float, target: float, share: int, numbers: str, lines: Sequence[str]) -> None:
-        self._progress.update(self._task, completed=step, numbers=f"{share}%  {numbers}")
-        if lines:
-            self._progress.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-        self._progress.refresh()
+    def draw(self, step: str, share: int, words: Sequence[str], above: str | None) -> None:
+        if above is not None:
+            self._live.console.print(above, markup=False, highlight=False, soft_wrap=True)
+        self._live.update(self._frame(self._live.console.width, step, share, words), refresh=True)
 
     def stop(self) -> None:
-        self._progress.stop()
+        self._live.stop()
+
+    def _frame(self, width: int, step: str, share: int, words: Sequence[str]) -> Table:
+        """The line for a terminal of so many characters."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Column, Table
+
+        percent = f"{share}%"
+        bar = _LONG_BAR if width >= _WIDE else _SHORT_BAR if width >= _NARROW else 0
+        # One character stays free: a full line would make some terminals begin another.
+        room = width - 1 - len(step) - 1 - (bar + 1 if bar else 0) - len(percent)
+        numbers = ""
+        for word in words:
+            if len(numbers) + 2 + len(word) > room:
+                break
+            numbers += f"  {word}"
+        bars = [ProgressBar(100, share, width=bar)] if bar else []
+        cells: list[RenderableType] = [step, *bars, percent + numbers]
+        line = Table.grid(*(Column(no_wrap=True) for _ in cells), padding=(0, 1, 0, 0))
+        line.add_row(*cells)
+        return line
 
 
 class _NotebookLine:
@@ -140,20 +162,19 @@ class _NotebookLine:
         self._stream = stream
         self._handle = display({"text/plain": ""}, raw=True, display_id=True)
 
-    def draw(self, step: float, target: float, share: int, numbers: str, lines: Sequence[str]) -> None:
-        if lines:
-            self._stream.write("".join(f"{line}\n" for line in lines))
+    def draw(self, step: str, share: int, words: Sequence[str], above: str | None) -> None:
+        if above is not None:
+            self._stream.write(f"{above}\n")
             self._stream.flush()
         bar = "█" * (share // 5) + "░" * (20 - share // 5)
-        text = f"step {step:.0f}/{target:.0f}  {bar}  {share}%  {numbers}"
-        self._handle.update({"text/plain": text}, raw=True)
+        self._handle.update({"text/plain": "  ".join([step, bar, f"{share}%", *words])}, raw=True)
 
     def stop(self) -> None:
         """The last frame stays."""
 
 
-def _numbers(payload: Mapping[str, Any]) -> str:
-    """The text after the bar, from the numbers that the step has."""
+def _numbers(payload: Mapping[str, Any]) -> list[str]:
+    """The words after the bar, the first ones first, from the numbers that the step has."""
     words = []
     if (loss := _first_of(payload, "interval_loss", "loss")) is not None:
         words.append(f"loss {loss:.4f}")
@@ -165,7 +186,7 @@ def _numbers(payload: Mapping[str, Any]) -> str:
         words.append(f"eta {duration(eta)}")
     if peak_memory := _finite_number(payload, "peak_memory_bytes"):
         words.append(short_bytes(peak_memory))
-    return "  ".join(words)
+    return words
 
 
 def _first_of(payload: Mapping[str, Any], *keys: str) -> float | None:

@@ -15,7 +15,8 @@ ERROR = LEVELS["ERROR"]
 
 TRAIN_START = "train_start"
 TRAIN_STEP = "train_step"
-ENDS = frozenset({"train_end", "interrupted"})  # of a run
+TRAIN_END = "train_end"
+ENDS = frozenset({TRAIN_END, "interrupted"})  # of a run
 LOG = "log"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from speedtronic.metrics.appendfile import AppendFile
 from speedtronic.metrics.lines import LineFormat
@@ -14,14 +15,16 @@ _LEVEL_NAMES = {number: name for name, number in LEVELS.items()}
 class TextFileSink:
     """Appends one line for each record at or above `level`: `2026-01-31T12:00:00+00:00 INFO step 1  loss 5.5452`.
 
+    `fields` are those of a step's line.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], level: int) -> None:
+    def __init__(self, path: str | os.PathLike[str], level: int, fields: Sequence[str] | None = None) -> None:
         self._file = AppendFile(path)
         self._level = level
-        self._format = LineFormat()
+        self._format = LineFormat(fields)
 
     @property
     def name(self) -> str:
