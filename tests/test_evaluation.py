@@ -111,6 +111,41 @@ def test_a_floating_target_of_minus_100_is_a_target() -> None:
     assert (numbers["loss"], numbers["targets"]) == (pytest.approx(7500.25), 12)
 
 
+def test_integers_of_minus_100_that_a_loss_fn_predicts_weigh_like_all_others() -> None:
+    """Four squares: 1, 100², 100² and 9. By the labels that are not -100, the first batch would weigh 1 of 2."""
+
+    class Zero(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 0.0 * x
+
+    def squares(output: Tensor, batch: Any) -> Tensor:
+        return (output - batch["labels"]) ** 2
+
+    targets = [torch.tensor([1, -100, -100]), torch.tensor([3])]
+    batches = [{"x": torch.zeros(len(labels)), "labels": labels} for labels in targets]
+    numbers = evaluator(batches, loss_fn=squares)(Zero())
+    assert (numbers["loss"], numbers["targets"]) == (pytest.approx((1 + 2 * 100**2 + 9) / 4), 4)
+    # A batch of nothing but these has its weight too.
+    batches = [{"x": torch.zeros(2), "labels": torch.full((2,), -100)}, batches[1]]
+    numbers = evaluator(batches, loss_fn=squares)(Zero())
+    assert (numbers["loss"], numbers["targets"]) == (pytest.approx((2 * 100**2 + 9) / 3), 3)
+
+
+def test_losses_of_samples_with_rows_of_labels_weigh_by_the_samples() -> None:
+    """A loss of each sequence, whatever its length: 1, 2 and 6. By the labels it would be (4 · 1.5 + 6) / 5."""
+
+    class Zero(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    rows = [torch.tensor([[1, 1], [1, 1]]), torch.tensor([[1, -100]])]
+    batches = [
+        {"x": x, "labels": r} for x, r in zip((torch.tensor([1.0, 2.0]), torch.tensor([6.0])), rows, strict=True)
+    ]
+    numbers = evaluator(batches, loss_fn=lambda output, batch: output)(Zero())
+    assert (numbers["loss"], numbers["targets"]) == (3.0, 3)
+
+
 @pytest.mark.parametrize("name", ["labels", "label", "targets", "target"])
 def test_batches_weigh_by_their_targets_under_any_name_of_labels(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -177,7 +212,7 @@ def test_what_looks_wrong_is_said_once_in_all_evaluations() -> None:
     evaluate = evaluator([{"x": torch.zeros(2, 3), "edges": torch.zeros(9)}], warn=said.append)
     for _ in range(2):
         evaluate(Graph())
-    assert [message.split()[1] for message in said] == ["tensors", "model"]
+    assert [message.split()[1] for message in said] == ["model", "tensors"]
 
 
 def test_losses_of_each_label_are_averaged_over_the_targets() -> None:

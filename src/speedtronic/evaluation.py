@@ -16,15 +16,16 @@ from speedtronic.errors import DataError, ModelError
 from speedtronic.model import evaluation_mode
 from speedtronic.precision import PrecisionPlan
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
-from speedtronic.trainer.loss import LossFunction, align_labels, batch_labels, count_labels
+from speedtronic.trainer.loss import LossFunction, MeanLoss, align_labels, batch_labels, count_labels
 from speedtronic.trainer.nonfinite import running_statistics
 
 
 class HeldOutLoss:
     """An evaluator for `Trainer`: the mean loss over held-out batches, in which every target counts alike.
 
-    The weight of a batch is its number of labels that are targets, or of its samples where it has no labels. A batch
-    without a target has no weight, whatever its loss is.
+    The weight of a batch is its number of labels that are targets, or of its samples where it has no labels; or of the
+    values of its loss, where `resolve_loss` says so, as in training. A batch without a target has no weight, whatever
+    its loss is.
 
     Args:
         passes: called for each evaluation; returns the batches of one pass, from the first one on.
@@ -77,13 +78,12 @@ class HeldOutLoss:
         with evaluation_mode(model), _keep_random_state(), torch.no_grad(), _keep_buffers(model, self._once):
             for batch in takewhile(lambda _: not should_stop(), islice(self._passes(), self._limit)):
                 aligned = align_labels(batch) if self._labels == "unshifted" else batch
-                labelled = batch_labels(aligned) is not None
-                if labelled:
-                    targets = count_labels(aligned)
-                else:
-                    targets = torch.tensor(batch_size_and_tokens(aligned, self._once)[0])
-                weight = targets.to(self._device)
-                loss = _without_gradients(forward, model, move_batch(aligned, self._device)).float()
+                loss, weight = _without_gradients(forward, model, move_batch(aligned, self._device))
+                if weight is None and batch_labels(aligned) is not None:
+                    weight = count_labels(aligned)
+                elif weight is None:
+                    weight = batch_size_and_tokens(aligned, self._once)[0]
+                weight = torch.as_tensor(weight, device=self._device)
                 # The mean over no target is NaN, and 0 · NaN would be too.
                 losses.append(torch.where(weight > 0, loss * weight, 0.0))
                 weights.append(weight)
@@ -101,7 +101,7 @@ class HeldOutLoss:
         }
 
 
-def _without_gradients(forward: Forward, model: nn.Module, batch: Any) -> Tensor:
+def _without_gradients(forward: Forward, model: nn.Module, batch: Any) -> MeanLoss:
     try:
         return forward(model, batch)
     except RuntimeError as error:

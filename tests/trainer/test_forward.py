@@ -261,7 +261,7 @@ def test_a_module_that_torch_made_of_another_gets_what_the_other_asks_for(kind: 
     plain = Scores()
     model = made(kind, plain, pixels)
     forward = forward_of(model, loss_fn=lambda output, batch: nn.functional.cross_entropy(output, batch["label"]))
-    loss = forward(model, {"pixels": pixels, "label": labels, "name": ["a"] * 5})
+    loss = forward(model, {"pixels": pixels, "label": labels, "name": ["a"] * 5}).value
     torch.testing.assert_close(loss, nn.functional.cross_entropy(plain(pixels), labels))
 
 
@@ -287,7 +287,7 @@ def test_a_sequential_is_told_what_a_batch_calls_it_with() -> None:
         ModelError, match=r"forward\(batch\[0\], batch\[1\]\), which Sequential\.forward\(input\).*loss_fn"
     ):
         forward_of(model)(model, (torch.zeros(2, 4), torch.zeros(2, 1)))
-    assert forward_of(model, loss_fn=lambda output, batch: output.mean())(model, (torch.ones(2, 4), 0)).ndim == 0
+    assert forward_of(model, loss_fn=lambda output, batch: output.mean())(model, (torch.ones(2, 4), 0)).value.ndim == 0
 
 
 def test_a_fault_inside_of_a_model_is_raised_as_it_is() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,24 +10,44 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.ranks import SingleProcess
-from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
-from speedtronic.trainer.loss import resolve_loss
+from speedtronic.trainer.gradients import accumulate, clip_gradients
+from speedtronic.trainer.loss import MeanLoss, count_targets, resolve_loss
 
 OFF = torch.amp.GradScaler("cpu", enabled=False)
 ALONE = SingleProcess()
 
 
 class OneOfTwo(SingleProcess):
-    """A rank beside another one, which has `elsewhere` targets."""
+    """A rank beside another one, which has `elsewhere` targets, or values of its losses."""
 
     size = 2
 
-    def __init__(self, elsewhere: int) -> None:
-        self._elsewhere = elsewhere
+    def __init__(self, *elsewhere: int) -> None:
+        self._others = iter(elsewhere)
 
     def reduce(self, number: Any, how: str = "sum") -> Any:
         assert how == "sum"
-        return number + self._elsewhere
+        return number + next(self._others)
+
+
+def update(
+    forward: Callable[[Any], Tensor | MeanLoss],
+    batches: Sequence[Any],
+    parameters: Sequence[Tensor],
+    *,
+    by_target: bool = False,
+    group: SingleProcess = ALONE,
+) -> float:
+    """The loss of one update over the micro batches."""
+
+    def mean_loss(batch: Any) -> MeanLoss:
+        loss = forward(batch)
+        return MeanLoss(loss) if isinstance(loss, Tensor) else loss
+
+    targets = count_targets(batches) if by_target else None
+    loss = accumulate(mean_loss, batches, list(parameters), targets=targets, group=group, scaler=OFF)  # type: ignore[arg-type]
+    assert not loss.requires_grad
+    return loss.item()
 
 
 def quadratic(weight: Tensor) -> Any:
@@ -37,11 +58,9 @@ def test_accumulation_backpropagates_each_loss_divided_by_k() -> None:
     """Seed: "Backpropagate loss / K immediately"; "the arithmetic mean of the K unscaled microbatch losses"."""
     weight = torch.tensor(2.0, requires_grad=True)
     batches = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([3.0])}]
-    loss = accumulate(quadratic(weight), batches, micro_batch_divisors(2, ALONE), scaler=OFF)
-    assert loss.item() == pytest.approx((4.0 + 36.0) / 2)
+    assert update(quadratic(weight), batches, [weight]) == pytest.approx((4.0 + 36.0) / 2)
     assert weight.grad is not None
     assert weight.grad.item() == pytest.approx((2 * 2 * 1 + 2 * 2 * 9) / 2)
-    assert not loss.requires_grad
 
 
 def test_micro_batches_of_nine_and_one_token_train_like_one_batch_of_ten() -> None:
@@ -55,14 +74,14 @@ def test_micro_batches_of_nine_and_one_token_train_like_one_batch_of_ten() -> No
         return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     batches = [{"x": inputs[i], "labels": labels[i : i + 1]} for i in range(2)]
-    loss = accumulate(
-        lambda batch: mean_loss(batch["x"], batch["labels"]), batches, token_divisors(batches, ALONE), scaler=OFF
+    loss = update(
+        lambda batch: mean_loss(batch["x"], batch["labels"]), batches, list(model.parameters()), by_target=True
     )
     gradient = model.weight.grad
     model.zero_grad()
     whole = mean_loss(inputs, labels)
     whole.backward()
-    torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=1e-7)
+    assert loss == pytest.approx(whole.item(), rel=1e-5)
     torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-5, atol=1e-7)
 
 
@@ -79,14 +98,12 @@ def test_losses_of_each_token_train_by_tokens_like_one_batch() -> None:
         return -scores.gather(-1, batch["labels"].clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
     batches = [{"x": inputs[i : i + 1], "labels": labels[i : i + 1]} for i in range(2)]
-    loss = accumulate(
-        lambda batch: resolve_loss(losses(batch), batch), batches, token_divisors(batches, ALONE), scaler=OFF
-    )
+    loss = update(lambda batch: resolve_loss(losses(batch), batch), batches, list(model.parameters()), by_target=True)
     gradient = model.weight.grad
     model.weight.grad = None
     whole = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
     whole.backward()
-    torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=0)
+    assert loss == pytest.approx(whole.item(), rel=1e-5)
     torch.testing.assert_close(gradient, model.weight.grad, rtol=1e-5, atol=1e-12)
 
 
@@ -95,7 +112,7 @@ def test_floating_targets_of_minus_100_count_like_all_others() -> None:
         {"x": torch.ones(2), "labels": torch.tensor([-100.0, 3.0])},
         {"x": torch.ones(1), "labels": torch.ones(1)},
     ]
-    assert token_divisors(batches, ALONE) == [3 / 2, 3]
+    assert count_targets(batches) == [2, 1]
 
 
 def test_a_micro_batch_without_a_target_takes_no_part_even_if_its_loss_is_nan() -> None:
@@ -106,8 +123,7 @@ def test_a_micro_batch_without_a_target_takes_no_part_even_if_its_loss_is_nan() 
         return (weight * targets).mean()
 
     batches = [{"labels": torch.tensor([[-100, -100]])}, {"labels": torch.tensor([[3, -100]])}]
-    loss = accumulate(forward, batches, token_divisors(batches, ALONE), scaler=OFF)
-    assert loss.item() == 6.0
+    assert update(forward, batches, [weight], by_target=True) == 6.0
     assert weight.grad is not None
     assert weight.grad.item() == 3.0
 
@@ -115,18 +131,56 @@ def test_a_micro_batch_without_a_target_takes_no_part_even_if_its_loss_is_nan() 
 def test_an_update_without_any_target_has_loss_zero_and_no_gradient() -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     batches = [{"labels": torch.full((1, 3), -100)}] * 2
-    assert (
-        accumulate(lambda batch: weight * float("nan"), batches, token_divisors(batches, ALONE), scaler=OFF).item()
-        == 0.0
-    )
+    assert update(lambda batch: weight * float("nan"), batches, [weight], by_target=True) == 0.0
     assert weight.grad is None
 
 
-def test_with_more_ranks_the_divisors_are_of_all_their_micro_batches_and_targets() -> None:
+def test_with_more_ranks_losses_are_divided_by_all_their_micro_batches_or_targets() -> None:
     labels = [torch.tensor([[1, 2, -100]]), torch.tensor([[3, -100, -100]])]
     batches = [{"labels": row} for row in labels]
-    assert token_divisors(batches, OneOfTwo(elsewhere=5)) == [8 / 2, 8 / 1]
-    assert micro_batch_divisors(3, OneOfTwo(elsewhere=0)) == [6, 6, 6]
+
+    def mean(batch: Any) -> Tensor:
+        return weight * batch["labels"][batch["labels"] != -100].float().mean()
+
+    for by_target, elsewhere, right in ((True, 5, (1 + 2 + 3) / 8), (False, 0, (1.5 + 3) / 4)):
+        weight = torch.tensor(1.0, requires_grad=True)
+        loss = update(mean, batches, [weight], by_target=by_target, group=OneOfTwo(elsewhere))
+        assert weight.grad is not None
+        assert loss == weight.grad.item() == right
+
+
+def test_losses_that_say_of_how_many_values_they_are_the_mean_weigh_by_these() -> None:
+    """Of 1 + 2 targets, a loss function has 3 + 2 values, since it took the integer -100 for a number to predict."""
+    batches = [{"labels": torch.tensor([7, -100, -100])}, {"labels": torch.tensor([1, 2])}]
+    values, right = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0, 20.0])], (1 + 2 + 3 + 10 + 20) / 5
+    for weights in ((3, 2), (torch.tensor(3), torch.tensor(2)), (torch.tensor(3), None)):
+        weight = torch.tensor(1.0, requires_grad=True)
+        losses = iter([MeanLoss(weight * v.mean(), n) for v, n in zip(values, weights, strict=True)])
+        assert update(lambda batch, losses=losses: next(losses), batches, [weight], by_target=True) == pytest.approx(
+            right
+        )
+        assert weight.grad is not None
+        assert weight.grad.item() == pytest.approx(right)
+    # Where each micro batch counts alike, that is so whatever it has: (2 + 15) / 2.
+    weight = torch.tensor(1.0, requires_grad=True)
+    losses = iter([MeanLoss(weight * v.mean(), n) for v, n in zip(values, (3, 2), strict=True)])
+    assert update(lambda batch: next(losses), batches, [weight]) == 8.5
+
+
+def test_a_loss_of_no_value_has_no_part_even_if_it_is_nan() -> None:
+    batches = [{"labels": torch.tensor([-100, -100])}, {"labels": torch.tensor([-100, -100])}]
+    weight = torch.tensor(1.0, requires_grad=True)
+    losses = iter([MeanLoss(weight * torch.nan, torch.tensor(0)), MeanLoss(weight * 4, torch.tensor(2))])
+    assert update(lambda batch: next(losses), batches, [weight], by_target=True) == 4.0
+
+
+def test_with_more_ranks_values_are_those_of_all() -> None:
+    batches, weight = [{"labels": torch.tensor([7, -100])}], torch.tensor(1.0, requires_grad=True)
+    # Elsewhere are 3 targets, and 4 values.
+    loss = update(lambda _: MeanLoss(weight * 3, 2), batches, [weight], by_target=True, group=OneOfTwo(3, 4))
+    assert loss == pytest.approx(2 * 3 / 6)
+    assert weight.grad is not None
+    assert weight.grad.item() == pytest.approx(2 * 3 / 6)
 
 
 def test_the_gradient_norm_is_that_over_all_parameters() -> None:

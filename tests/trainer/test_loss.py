@@ -24,31 +24,31 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def test_a_mapping_with_loss_uses_it_directly() -> None:
     """Seed: "{"loss": tensor} uses the loss directly"."""
     loss = torch.tensor(3.0)
-    assert resolve_loss({"loss": loss, "logits": LOGITS}, {"labels": LABELS}) is loss
+    assert resolve_loss({"loss": loss, "logits": LOGITS}, {"labels": LABELS}).value is loss
 
 
 def test_a_mapping_with_3d_logits_and_no_loss_gets_causal_cross_entropy() -> None:
     """Seed: "{"logits": 3d_tensor} without loss triggers trainer-side causal cross-entropy"."""
     for output in ({"logits": LOGITS}, {"logits": LOGITS, "loss": None}):
-        loss = resolve_loss(output, {"input_ids": LABELS, "labels": LABELS})
+        loss = resolve_loss(output, {"input_ids": LABELS, "labels": LABELS}).value
         torch.testing.assert_close(loss, cross_entropy(LOGITS, LABELS))
 
 
 def test_a_bare_tensor_is_the_loss_even_if_it_is_3d() -> None:
     """Seed: "A bare tensor is a direct loss, even if it is 3-D"."""
-    torch.testing.assert_close(resolve_loss(LOGITS, {"labels": LABELS}), LOGITS.mean())
+    torch.testing.assert_close(resolve_loss(LOGITS, {"labels": LABELS}).value, LOGITS.mean())
 
 
 def test_a_scalar_first_field_is_the_loss() -> None:
     """Seed: "A scalar first tensor is a direct loss"."""
     loss = torch.tensor(2.0)
-    assert resolve_loss((loss, LOGITS), {"labels": LABELS}) is loss
-    assert resolve_loss([loss], (LABELS, LABELS)) is loss
+    assert resolve_loss((loss, LOGITS), {"labels": LABELS}).value is loss
+    assert resolve_loss([loss], (LABELS, LABELS)).value is loss
 
 
 def test_a_3d_first_field_is_causal_logits_for_the_labels() -> None:
     """Seed: "A 3-D first tensor is treated as causal logits when labels have compatible shapes"."""
-    torch.testing.assert_close(resolve_loss((LOGITS, None), (LABELS, LABELS)), cross_entropy(LOGITS, LABELS))
+    torch.testing.assert_close(resolve_loss((LOGITS, None), (LABELS, LABELS)).value, cross_entropy(LOGITS, LABELS))
 
 
 def test_a_3d_first_field_with_labels_that_do_not_fit_is_an_error() -> None:
@@ -58,13 +58,13 @@ def test_a_3d_first_field_with_labels_that_do_not_fit_is_an_error() -> None:
 
 def test_labels_of_the_same_length_are_aligned_and_use_every_logit() -> None:
     """Seed: "same-length labels are treated as already next-token aligned and use the full logit row"."""
-    loss = resolve_loss({"logits": LOGITS}, {"labels": LABELS})
+    loss = resolve_loss({"logits": LOGITS}, {"labels": LABELS}).value
     torch.testing.assert_close(loss, cross_entropy(LOGITS, LABELS))
 
 
 def test_labels_that_are_one_shorter_leave_out_the_last_logit() -> None:
     """Seed: "logits are truncated to logits[:, :-1] only for (B, T-1) labels"."""
-    loss = resolve_loss({"logits": LOGITS}, {"labels": LABELS[:, 1:]})
+    loss = resolve_loss({"logits": LOGITS}, {"labels": LABELS[:, 1:]}).value
     torch.testing.assert_close(loss, cross_entropy(LOGITS[:, :-1], LABELS[:, 1:]))
 
 
@@ -73,14 +73,14 @@ def test_minus_100_is_ignored() -> None:
     labels = LABELS.clone()
     labels[0] = -100
     torch.testing.assert_close(
-        resolve_loss({"logits": LOGITS}, {"labels": labels}), cross_entropy(LOGITS[1:], LABELS[1:])
+        resolve_loss({"logits": LOGITS}, {"labels": labels}).value, cross_entropy(LOGITS[1:], LABELS[1:])
     )
 
 
 def test_all_ignored_labels_give_a_differentiable_zero() -> None:
     """Seed: "all-ignored labels produce a differentiable zero tied to the logits"."""
     logits = LOGITS.clone().requires_grad_()
-    loss = resolve_loss({"logits": logits}, {"labels": torch.full_like(LABELS, -100)})
+    loss = resolve_loss({"logits": logits}, {"labels": torch.full_like(LABELS, -100)}).value
     loss.backward()
     assert loss.item() == 0.0
     assert logits.grad is not None
@@ -89,16 +89,16 @@ def test_all_ignored_labels_give_a_differentiable_zero() -> None:
 
 def test_a_loss_that_is_not_a_scalar_is_averaged() -> None:
     """Seed: "Mean any non-scalar loss"."""
-    assert resolve_loss({"loss": torch.tensor([1.0, 3.0])}, {}).item() == 2.0
-    assert resolve_loss(torch.tensor([[1.0], [5.0]]), {}).item() == 3.0
+    assert resolve_loss({"loss": torch.tensor([1.0, 3.0])}, {}).value.item() == 2.0
+    assert resolve_loss(torch.tensor([[1.0], [5.0]]), {}).value.item() == 3.0
 
 
 def test_one_loss_per_sample_in_a_tuple_is_averaged() -> None:
-    assert resolve_loss((torch.tensor([1.0, 3.0]), LOGITS), {"labels": LABELS}).item() == 2.0
+    assert resolve_loss((torch.tensor([1.0, 3.0]), LOGITS), {"labels": LABELS}).value.item() == 2.0
 
 
 def test_loss_fn_takes_the_place_of_all_rules() -> None:
-    loss = resolve_loss({"loss": torch.tensor(9.0)}, (1, 2), lambda output, batch: output["loss"] * batch[1])
+    loss = resolve_loss({"loss": torch.tensor(9.0)}, (1, 2), lambda output, batch: output["loss"] * batch[1]).value
     assert loss.item() == 18.0
 
 
@@ -126,7 +126,7 @@ CLASSES = torch.tensor([3, 0])
 def test_a_bare_row_of_scores_for_each_integer_label_is_refused(batch: Any) -> None:
     with pytest.raises(ModelError, match=r"\(2, 7\).*no loss.*'loss'.*set loss.*loss_fn"):
         resolve_loss(LOGITS[:, 0], batch)
-    assert resolve_loss({"loss": LOGITS[:, 0]}, batch) == LOGITS[:, 0].mean()
+    assert resolve_loss({"loss": LOGITS[:, 0]}, batch).value == LOGITS[:, 0].mean()
 
 
 def doubts_about(output: Any, batch: Any) -> list[str]:
@@ -206,8 +206,8 @@ def test_a_loss_for_each_label_is_averaged_over_those_that_are_targets(make: Any
     right = each.sum() / 5
     assert not torch.isclose(right, each.mean())
     output = make(each.flatten() if flat else each)
-    torch.testing.assert_close(resolve_loss(output, {"labels": labels}), right)
-    torch.testing.assert_close(resolve_loss(None, (LOGITS, labels), lambda *_: output_of(output)), right)
+    torch.testing.assert_close(resolve_loss(output, {"labels": labels}).value, right)
+    torch.testing.assert_close(resolve_loss(None, (LOGITS, labels), lambda *_: output_of(output)).value, right)
 
 
 def output_of(output: Any) -> Tensor:
@@ -225,7 +225,7 @@ def in_doubt(loss: Tensor, labels: Tensor) -> tuple[float, list[str]]:
             assert "loss has" in message
             said.append(kind)
 
-    return resolve_loss(None, {"labels": labels}, lambda *_: loss, warn=warn).item(), said
+    return resolve_loss(None, {"labels": labels}, lambda *_: loss, warn=warn).value.item(), said
 
 
 # The values at the three targets are 1, 2 and 3, so 2.0 is right. In the order of the labels, those that a transposed
@@ -303,35 +303,58 @@ def test_a_loss_per_sample_of_a_loss_fn_that_does_not_ignore_minus_100_is_averag
     assert in_doubt(torch.tensor([3.0, 0.0, 5.0]), labels) == (4.0, [])
     assert in_doubt(torch.tensor([3.0, torch.nan, 5.0]), labels) == (4.0, [])
     # What a model returns for each label is a loss of labels, of which -100 is none.
-    assert resolve_loss({"loss": each}, {"labels": labels}) == 150**2 / 2
+    assert resolve_loss({"loss": each}, {"labels": labels}).value == 150**2 / 2
+
+
+def test_a_loss_of_other_values_than_the_targets_weighs_by_these() -> None:
+    """So the mean of unequal batches is that of one batch with all of them. A scalar is a mean over the targets."""
+    labels, rows = torch.tensor([150, -100, 7]), torch.tensor([[1, 2], [-100, -100], [3, -100]])
+
+    def weight(loss: Tensor, labels: Tensor) -> Any:
+        found = resolve_loss(None, {"labels": labels}, lambda *_: loss).weight
+        return found.item() if isinstance(found, Tensor) else found
+
+    # One value for each sample: where it is not 0 at -100, that is a number to predict.
+    assert [weight(torch.tensor(loss), labels) for loss in ([1.0, 9.0, 2.0], [1.0, 0.0, 2.0])] == [3, 2]
+    # One value for each sample, or several, of rows of labels, or of none that is an integer.
+    assert [weight(torch.ones(3), each) for each in (rows, rows.float(), rows[:, :1].float())] == [3, 3, None]
+    assert weight(torch.ones(3, 5), labels) == 15
+    # A scalar, a value for each label, and values that are none of samples: what the labels tell.
+    assert [weight(loss, rows) for loss in (torch.tensor(1.0), torch.ones(3, 2), torch.ones(2))] == [None] * 3
 
 
 def test_the_gradient_of_a_loss_in_another_order_reaches_all_its_targets() -> None:
     each = SQUARE.T.clone().requires_grad_()
-    resolve_loss(each, {"labels": SQUARE_LABELS}).backward()
+    resolve_loss(each, {"labels": SQUARE_LABELS}).value.backward()
     assert each.grad is not None
     assert each.grad[:, 0].tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_a_loss_for_each_label_without_a_target_is_a_differentiable_zero() -> None:
     each = torch.full((2, 4), float("nan"), requires_grad=True)
-    loss = resolve_loss(each, {"labels": torch.full((2, 4), -100)})
+    loss = resolve_loss(each, {"labels": torch.full((2, 4), -100)}).value
     loss.backward()
     assert loss.item() == 0.0
     assert each.grad is not None
     assert not each.grad.any()
 
 
+def test_the_mean_of_half_precision_losses_has_all_digits() -> None:
+    """In bfloat16, the mean of these would be 1.0, or 1.0078."""
+    each = torch.tensor([1.0] * 255 + [2.0], dtype=torch.bfloat16)
+    assert resolve_loss({"loss": each}, {}).value.item() == 257 / 256
+
+
 def test_many_half_precision_losses_do_not_overflow() -> None:
     each, labels = torch.full((64, 64), 100.0, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.long)
-    assert resolve_loss(each, {"labels": labels}).item() == 100.0
+    assert resolve_loss(each, {"labels": labels}).value.item() == 100.0
 
 
 @pytest.mark.parametrize("labels", [torch.full((2, 4), -100.0), torch.full((2, 4), 156, dtype=torch.uint8)])
 def test_labels_that_are_no_signed_integers_are_all_targets(labels: Tensor) -> None:
     """A float of exactly -100.0 is a number to predict. Torch takes the unsigned 156 for equal to -100."""
     each = torch.arange(8.0).view(2, 4)
-    assert resolve_loss(each, {"labels": labels}).item() == 3.5
+    assert resolve_loss(each, {"labels": labels}).value.item() == 3.5
     assert count_labels({"labels": labels}).item() == 8
 
 
@@ -524,7 +547,7 @@ def test_values_of_tokens_that_are_not_those_of_the_labels_are_averaged_with_a_w
     def resolve(loss: Tensor) -> Tensor:
         return resolve_loss(
             None, {"labels": labels}, lambda output, batch: loss, warn=lambda kind, text: said.append(text)
-        )
+        ).value
 
     # Shifted inside the loss function: one value less for each row than there are labels.
     assert resolve(torch.tensor([[1.0, 0.0], [0.0, 0.0]])).item() == 0.25

@@ -267,6 +267,26 @@ def test_the_loss_reaches_an_evaluator_that_has_none_and_no_other() -> None:
         assert make_trainer(Plain(), classes(), loss_fn=seven, evaluator=held_out).fit(1).eval_loss == expected
 
 
+def test_unequal_batches_weigh_alike_in_training_by_tokens_and_in_evaluation() -> None:
+    """Targets 1, -100, -100 and 3 beside predictions of w: by the labels that are no -100, a third of it was lost."""
+    batches = [(torch.ones(n, 1), torch.tensor(y)) for n, y in ((3, [1, -100, -100]), (1, [3]))]
+    everything = torch.tensor([1, -100, -100, 3])
+    data = {"micro_batch_size": 1, "target_batch_size": 2, "loss_normalization": "tokens"}
+    plan = resolve_precision("fp32", torch.device("cpu"))
+    right = ((2.0 - everything) ** 2).mean().item()
+    for squares in (lambda p, b: (p[:, 0] - b[1]) ** 2, lambda p, b: (p - b[1][:, None]) ** 2):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 2.0)
+        held_out = HeldOutLoss(lambda: batches, device=torch.device("cpu"), precision=plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        result = make_trainer(
+            model, batches, optimizer=optimizer, config=config_of(data=data), loss_fn=squares, evaluator=held_out
+        ).fit(1)
+        assert (result.final_loss, result.eval_loss) == (pytest.approx(right), pytest.approx(right))
+        gradient = (2 * (2.0 - everything)).mean().abs().item()
+        assert result.metrics[0]["grad_norm"] == pytest.approx(gradient)
+
+
 def test_a_frozen_backbone_keeps_its_statistics_while_the_rest_is_trained_and_evaluated() -> None:
     """Put into training mode, its batch norm would drift: by 2.57 in 20 steps, users found."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))

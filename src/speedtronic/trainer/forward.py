@@ -17,7 +17,7 @@ from speedtronic.errors import ModelError
 from speedtronic.model import causal_cross_entropy
 from speedtronic.model.wrappers import forward_signature, innermost
 from speedtronic.precision import PrecisionPlan, autocast_context
-from speedtronic.trainer.loss import LossFunction, doubt_about, has_no_target, resolve_loss
+from speedtronic.trainer.loss import LossFunction, MeanLoss, doubt_about, has_no_target, resolve_loss
 
 
 class Once:
@@ -180,8 +180,8 @@ class Forward:
         required = [p for p in parameters if p.kind in positional and p.default is p.empty]
         self._takes_second = loss_fn is None or len(required) >= 2
 
-    def __call__(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        """Return the scalar mean loss of `batch`, attached to the graph.
+    def __call__(self, model: Callable[..., Any], batch: Any) -> MeanLoss:
+        """Return the mean loss of `batch`, attached to the graph.
 
         Raises:
             ModelError: the model cannot be called with the batch, or no loss is found in what it returned.
@@ -192,10 +192,10 @@ class Forward:
             loss = resolve_loss(output, batch, self._loss_fn, warn=self._once)
             if self._loss_fn is None:
                 doubt_about(output, batch, self._once)
-            self._note_without_target(loss.detach(), batch)
+            self._note_without_target(loss.value.detach(), batch)
             return loss
 
-    def mean_of_means(self, model: Callable[..., Any], batch: Mapping[str, Tensor], samples: Sequence[int]) -> Tensor:
+    def mean_of_means(self, model: Callable[..., Any], batch: Mapping[str, Tensor], samples: Sequence[int]) -> MeanLoss:
         """Return the mean of the mean losses of parts of `batch` with so many samples each, in one forward pass.
 
         The model is one whose micro batches may be merged (`trainer.merging`). A part without a target has the loss 0.
@@ -203,7 +203,8 @@ class Forward:
         with autocast_context(self._plan):
             output = self.call(model, {key: value for key, value in batch.items() if key != "labels"})
             logits, labels = (torch.split(tensor, list(samples)) for tensor in (output["logits"], batch["labels"]))
-            return torch.stack([causal_cross_entropy(*part) for part in zip(logits, labels, strict=True)]).mean()
+            means = [causal_cross_entropy(*part) for part in zip(logits, labels, strict=True)]
+            return MeanLoss(torch.stack(means).mean())
 
     def call(self, model: Callable[..., Any], batch: Any) -> Any:
         """Return what the model returns for `batch`.

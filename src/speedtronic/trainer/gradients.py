@@ -5,67 +5,72 @@ Nothing here reads a number from the device: the loss and the norm stay tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speedtronic.ranks import Group
-from speedtronic.trainer.loss import count_labels
+from speedtronic.trainer.loss import MeanLoss
 from speedtronic.trainer.profiling import phase
 
 
-def micro_batch_divisors(micro_batches: int, group: Group) -> list[float | None]:
-    """What each mean loss is divided by where every micro batch of every rank counts alike."""
-    return [micro_batches * group.size] * micro_batches
-
-
-def token_divisors(batches: Sequence[Any], group: Group) -> list[float | None]:
-    """What each mean loss is divided by where every target counts alike; None for a micro batch without a target.
-
-    The gradient of the update, summed over the ranks, is then that of one batch which holds all their micro batches.
-    The labels are counted on the host, where the loader put them, so that counting does not wait for the device.
-    """
-    counts: list[int] = torch.stack([count_labels(batch) for batch in batches]).tolist()
-    # A mean over n of N targets, times n / N, is their part of the mean over all N.
-    total = group.reduce(sum(counts))
-    return [total / count if count else None for count in counts]
-
-
 def accumulate(
-    forward: Callable[[Any], Tensor],
+    forward: Callable[[Any], MeanLoss],
     batches: Sequence[Any],
-    divisors: Sequence[float | None],
+    parameters: Iterable[nn.Parameter],
     *,
+    targets: Sequence[int] | None = None,
+    group: Group,
     scaler: torch.amp.GradScaler,
 ) -> Tensor:
     """Run forward and backward over the micro batches of one update.
 
     Args:
-        forward: from a batch to its scalar mean loss.
+        forward: from a batch to its mean loss.
         batches: the micro batches.
-        divisors: what each mean loss is divided by. None leaves the micro batch out of the backward pass: the mean
-            over no target may be NaN.
+        parameters: those that get gradients, which were cleared before.
+        targets: the number of targets of each micro batch, where each value of a loss counts alike. The gradient of
+            the update, summed over the ranks, is then that of one batch which holds all their micro batches. A micro
+            batch without any has no part in it: the mean over no target may be NaN. None where every micro batch of
+            every rank counts alike.
         scaler: scales a loss before its backward pass.
 
     Returns:
-        The loss of the update, which is the sum of the divided losses: a detached 0-dim tensor on the device.
+        The loss of the update, which is the weighted mean of the losses: a detached 0-dim tensor on the device.
     """
+    expected = len(batches) * group.size if targets is None else max(1, group.reduce(sum(targets)))
+    weights: list[int | Tensor] = [1] * len(batches) if targets is None else list(targets)
+    counts_differ = False
     total: Tensor | None = None
-    for batch, divisor in zip(batches, divisors, strict=True):
+    for number, batch in enumerate(batches):
         with phase("forward"):
-            loss = forward(batch)
-        if divisor is None:
-            loss = torch.zeros_like(loss)
-        else:
-            loss = loss / divisor
+            loss, weight = forward(batch)
+        if targets is not None and weight is not None:
+            # Without a target it may be the mean of nothing, and NaN. Only then is a weight on the device read.
+            weights[number], counts_differ = weight if targets[number] else int(weight), True
+        weight = weights[number]
+        if isinstance(weight, Tensor) or weight:
+            # A mean over n of N values, times n / N, is their part of the mean over all N.
+            loss = loss / (expected / weight)
             # Backward at once, so that the graph of only one micro batch is alive.
             with phase("backward"):
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        else:
+            loss = torch.zeros_like(loss)
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "an update has at least one micro batch"
-    return total
+    if not counts_differ:
+        return total
+    # Some losses were means of other numbers of values than there are targets, as only they themselves tell.
+    counted = group.reduce(torch.as_tensor(sum(weights), device=total.device))
+    correction = expected / counted.clamp(min=1)
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(correction)
+    return total * correction
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,20 @@ class Warn(Protocol):
     """Is told of a kind of guess, and what it was; only where `when`, a 0-dim bool tensor, is true, if it is given."""
 
     def __call__(self, kind: str, message: str, when: Tensor | None = None) -> None: ...
+
+
+class MeanLoss(NamedTuple):
+    """The loss of a batch, a mean.
+
+    Attributes:
+        value: a 0-dim tensor.
+        weight: of how many values it is the mean, an integer or a 0-dim tensor, so that the means of several batches
+            are averaged as if they were one batch. None where the labels tell: the number of those that are targets,
+            or of samples where there are no labels.
+    """
+
+    value: Tensor
+    weight: int | Tensor | None = None
 
 
 LABELS = ("labels", "label", "targets", "target")
@@ -53,8 +67,8 @@ def _labels_key(batch: Mapping[Any, Any]) -> str:
     return next((key for key in LABELS if isinstance(batch.get(key), Tensor)), LABELS[0])
 
 
-def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *, warn: Warn | None = None) -> Tensor:
-    """Return the scalar loss of a micro batch.
+def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *, warn: Warn | None = None) -> MeanLoss:
+    """Return the scalar loss of a micro batch, and its weight among others.
 
     With `loss_fn`, that is `loss_fn(output, batch)`. Otherwise:
 
@@ -68,6 +82,9 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
     values. So it is where `loss_fn` gives one value for each sample, and not 0 where the label is -100: there -100 is a
     number to predict. `warn` is told where this may not be meant.
 
+    A scalar is taken for a mean over the labels that are targets. A loss that has as many rows as the labels, and is
+    not one value for each label, weighs as much as it has values.
+
     Raises:
         ModelError: no rule finds a loss in `output`.
         DataError: there are logits but no integer labels to compare them with.
@@ -76,14 +93,16 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
     loss = loss_fn(output, batch) if loss_fn is not None else _infer_loss(output, batch)
     if not isinstance(loss, Tensor):
         raise ModelError(f"the loss must be a tensor, not {type(loss).__name__}")
+    # The mean of half-precision values, and sums of such means, would have three digits.
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
     if loss.ndim == 0:
-        return loss
+        return MeanLoss(loss)
     labels = batch_labels(batch)
     orders = [] if labels is None or labels.dtype not in _SIGNED else _orders(loss, labels != IGNORE_INDEX)
     if orders:
         if loss_fn is not None and len(orders) == 1 and loss.numel() == loss.shape[0]:
             return _mean_over_samples(loss, orders[0], warn)
-        return _mean_over_targets(loss, orders, warn)
+        return MeanLoss(_mean_over_targets(loss, orders, warn))
     # One value for each sample is a mean of its own; more than that are values of tokens. `doubt_about` is for a
     # tensor that the model returned as it is.
     meant_as_loss = loss_fn is not None or isinstance(output, Mapping)
@@ -94,7 +113,8 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
             f"the loss has shape {tuple(loss.shape)} and the labels {tuple(labels.shape)}, so it is averaged over "
             f"all its values, those of labels of {IGNORE_INDEX} too; return a scalar, or one value for each label",
         )
-    return loss.mean()
+    own = labels is not None and labels.ndim > 0 and loss.numel() != labels.numel() and len(loss) == len(labels)
+    return MeanLoss(loss.mean(), loss.numel() if own else None)
 
 
 def _orders(loss: Tensor, targets: Tensor) -> list[Tensor]:
@@ -123,7 +143,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _mean_over_samples(loss: Tensor, targets: Tensor, warn: Warn | None) -> Tensor:
+def _mean_over_samples(loss: Tensor, targets: Tensor, warn: Warn | None) -> MeanLoss:
     """The mean of one value for each sample, without labels of -100 if it is 0 at all of them.
 
     A loss that ignores them is. Any other one has taken -100 for a number to predict, as a regression on integers does.
@@ -138,14 +158,13 @@ def _mean_over_samples(loss: Tensor, targets: Tensor, warn: Warn | None) -> Tens
             'cross_entropy(…, reduction="none") does, or a scalar',
             predicted,
         )
-    return _mean(loss, targets | predicted)
+    counted = targets | predicted
+    return MeanLoss(_mean(loss, counted), counted.sum())
 
 
 def _mean(loss: Tensor, counted: Tensor, by: Tensor | None = None) -> Tensor:
     """The sum of the values of a loss that count, divided by the true ones of `by`; else by their own number."""
-    # A sum of half-precision values may be beyond their range.
-    wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
-    return wide.masked_fill(~counted, 0.0).sum() / (counted if by is None else by).sum().clamp(min=1)
+    return loss.masked_fill(~counted, 0.0).sum() / (counted if by is None else by).sum().clamp(min=1)
 
 
 def _mean_over_targets(loss: Tensor, orders: list[Tensor], warn: Warn | None) -> Tensor:
@@ -442,6 +461,15 @@ def count_labels(batch: Any) -> Tensor:
     if labels.dtype in _SIGNED:
         return (labels != IGNORE_INDEX).sum()
     return labels.new_full((), labels.numel(), dtype=torch.int64)
+
+
+def count_targets(batches: Sequence[Any]) -> list[int]:
+    """`count_labels` of each batch.
+
+    Where the labels are on the host, as the loader gives them, counting does not wait for the device.
+    """
+    counts: list[int] = torch.stack([count_labels(batch) for batch in batches]).tolist()
+    return counts
 
 
 def has_no_target(batch: Any) -> Tensor | None:

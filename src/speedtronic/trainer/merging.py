@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from speedtronic.errors import ConfigError
 from speedtronic.model.wrappers import innermost
-from speedtronic.trainer.loss import LossFunction, count_labels
+from speedtronic.trainer.loss import LossFunction, count_targets
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,6 @@ def _join(batches: Sequence[Any], by_tokens: bool) -> Merged | None:
     samples = tuple(batch["labels"].shape[0] for batch in batches)
     even = by_tokens
     if not even:
-        counts: list[int] = torch.stack([count_labels(batch) for batch in batches]).tolist()
+        counts = count_targets(batches)
         even = counts.count(counts[0]) == len(counts)
     return Merged({key: torch.cat([batch[key] for batch in batches]) for key in first}, samples, even)

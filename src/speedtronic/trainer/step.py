@@ -16,8 +16,8 @@ from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
 from speedtronic.trainer.compile import Compilation, is_out_of_memory
 from speedtronic.trainer.forward import Forward
-from speedtronic.trainer.gradients import accumulate, clip_gradients, micro_batch_divisors, token_divisors
-from speedtronic.trainer.loss import align_labels
+from speedtronic.trainer.gradients import accumulate, clip_gradients
+from speedtronic.trainer.loss import MeanLoss, align_labels, count_targets
 from speedtronic.trainer.merging import Merged, merge
 from speedtronic.trainer.nonfinite import NonFiniteGuard
 from speedtronic.trainer.profiling import phase
@@ -163,13 +163,18 @@ class Updater:
         parts: Sequence[Any] = batches
         if self._merged > 1:
             parts = merge(batches, self._merged, by_tokens=self._by_tokens) or batches
+        targets = None
         if self._by_tokens:
-            labelled = [part.batch if isinstance(part, Merged) else part for part in parts]
-            divisors = token_divisors(labelled, self._group)
-        else:
-            divisors = micro_batch_divisors(len(parts), self._group)
+            targets = count_targets([part.batch if isinstance(part, Merged) else part for part in parts])
         try:
-            return accumulate(lambda part: self._loss(model, part), parts, divisors, scaler=self.scaler)
+            return accumulate(
+                lambda part: self._loss(model, part),
+                parts,
+                self._parameters(),
+                targets=targets,
+                group=self._group,
+                scaler=self.scaler,
+            )
         except RuntimeError as error:
             if _NO_SECOND_DERIVATIVE.search(str(error)) is None:
                 raise
@@ -179,7 +184,7 @@ class Updater:
                 "inside `with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):`"
             ) from error
 
-    def _loss(self, model: Callable[..., Any], part: Any) -> Tensor:
+    def _loss(self, model: Callable[..., Any], part: Any) -> MeanLoss:
         """The mean loss of a micro batch, or the mean of the mean losses of merged ones."""
         if not isinstance(part, Merged):
             return self._forward(model, self._move_batch(part))
@@ -212,8 +217,10 @@ class Updater:
         return Outcome(loss, norm, torch.zeros_like(loss), applied=applied)
 
     def _clip(self) -> Tensor:
-        groups = self._optimizer.param_groups
-        return clip_gradients([parameter for group in groups for parameter in group["params"]], self._max_norm)
+        return clip_gradients(list(self._parameters()), self._max_norm)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
     def _count_overflow(self, step: int) -> None:
         self._overflows += 1
