@@ -283,7 +283,7 @@ def load_generator(
         source: a run's output folder, its checkpoints folder, or one checkpoint.
         extra: `model.extra` of the run, for values that a checkpoint leaves out because their keys look secret.
         overrides: `section.key=value` strings that replace values of the checkpoint's configuration.
-        best: take the checkpoint with the lowest evaluation loss, not the newest.
+        best: take the checkpoint that is the best by `eval.monitor`, not the newest.
         device: where the model goes.
 
     Raises:
@@ -352,16 +352,63 @@ def generator_from_weights(
     return _generator(model, tokenizer, config, None, device)
 
 
+def sample_writer(
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    samples: int,
+    max_new_tokens: int,
+    context_length: int,
+    seed: int,
+) -> Callable[[nn.Module], list[dict[str, str]]]:
+    """What lets a model write at each evaluation: a function of the model that returns `prompt` and `text` of each.
+
+    Every call uses the same random numbers, so that texts of different steps can be compared. The temperature is 0.8.
+
+    Args:
+        tokenizer: of the training data.
+        prompts: texts to continue; without any, the model begins a document.
+        samples: texts for each prompt.
+        max_new_tokens: of a text, which ends sooner where the model ends its document.
+        context_length: the model sees at most this many of the newest tokens.
+        seed: of the first text; text i has `seed + i`.
+
+    Raises:
+        DataError: the tokenizer cannot encode a prompt.
+    """
+    asked = [prompt for prompt in prompts or [""] for _ in range(samples)]
+    encoded = [tokenizer.encode(prompt) or [tokenizer.separator_id] for prompt in asked]
+
+    def write(model: nn.Module) -> list[dict[str, str]]:
+        rows = generate_batch(
+            model,
+            encoded,
+            max_new_tokens=max_new_tokens,
+            context_length=context_length,
+            seed=seed,
+            vocab_limit=tokenizer.vocab_size,
+            stop_id=tokenizer.separator_id,
+        )
+        return [{"prompt": prompt, "text": tokenizer.decode(row)} for prompt, row in zip(asked, rows, strict=True)]
+
+    return write
+
+
 def _generator(
     model: nn.Module, tokenizer: Tokenizer, config: SpeedtronicConfig, step: int | None, device: str | torch.device
 ) -> TextGenerator:
-    longest = config.model.max_seq_len
     return TextGenerator(
         model=model.to(device).eval(),
         tokenizer=tokenizer,
-        context_length=min(longest, config.data.block_size or longest),
+        context_length=context_length_of(config),
         step=step,
     )
+
+
+def context_length_of(config: SpeedtronicConfig) -> int:
+    """The longest sequence that a model is trained on, in tokens."""
+    longest = config.model.max_seq_len
+    return min(longest, config.data.block_size or longest)
 
 
 def _load_state(source: Path, *, best: bool) -> dict[str, Any]:

@@ -27,12 +27,21 @@ from speedtronic.checkpoint import CheckpointManager, RunLock
 from speedtronic.checkpoint.export.llama import hidden_differences, reference_names
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
-from speedtronic.config.checks import BUILT_IN_MODELS, doubts, needs_held_out_data, refuse_what_cannot_be_trained
+from speedtronic.config.checks import (
+    BUILT_IN_MODELS,
+    HOLD_SOMETHING_OUT,
+    doubts,
+    needs_held_out_data,
+    refuse_what_cannot_be_trained,
+)
 from speedtronic.config.run_folder import RUN_CONFIG, imported_from, run_folder, save_run
+from speedtronic.config.sections import HELD_OUT
 from speedtronic.data import Tokenizer, TrainingData, build_data
-from speedtronic.data.build import Loader
+from speedtronic.data.build import Loader, build_set
 from speedtronic.errors import CheckpointError
-from speedtronic.evaluation import HeldOutLoss
+from speedtronic.evaluation import Evaluation, HeldOutLoss, TokenMeasures, build_metrics
+from speedtronic.evaluation.evaluation import Write
+from speedtronic.generation import context_length_of, sample_writer
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.transformer import NORM_EPS
 from speedtronic.model.wrappers import forward_signature
@@ -246,7 +255,7 @@ def tune_from_config(config: ConfigSource, *, device: str | torch.device | None 
 def _workbench(config: SpeedtronicConfig, model: nn.Module, device: torch.device) -> Workbench:
     from speedtronic.tuning import Workbench
 
-    pin_memory = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+    pin_memory = _pin_memory(config, device)
 
     def make_loader(settings: SpeedtronicConfig) -> Loader:
         # Of all the data: a node's part has the same shapes, and its place in the store is asked for once.
@@ -449,7 +458,7 @@ def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.M
     return model
 
 
-def build_evaluator_on_cpu(config: SpeedtronicConfig, logger: MetricLogger) -> HeldOutLoss | None:
+def build_evaluator_on_cpu(config: SpeedtronicConfig, logger: MetricLogger) -> Evaluation | None:
     """Build what evaluates a model on the CPU, and nothing else of a run; None if nothing is held out.
 
     Raises:
@@ -520,9 +529,13 @@ def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:
         )
 
 
+def _pin_memory(config: SpeedtronicConfig, device: torch.device) -> bool:
+    return device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+
+
 def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricLogger) -> TrainingData:
     """Build the loaders. A node among others reads a part of the data, or all of it in an order of its own."""
-    pin_memory = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+    pin_memory = _pin_memory(config, device)
     if not config.distributed.enabled:
         return build_data(config, pin_memory=pin_memory)
 
@@ -573,23 +586,64 @@ def _build_evaluator(
     device: torch.device,
     precision: PrecisionPlan,
     logger: MetricLogger,
-) -> HeldOutLoss | None:
-    if data.validation is None:
+) -> Evaluation | None:
+    """Build what evaluates a model: on the held-out part, on `eval.sets`, and by letting it write.
+
+    None if there is nothing to evaluate on.
+    """
+    # Each set: its loader, how its labels are, and the tokenizer of its ids.
+    pin_memory = _pin_memory(config, device)
+    loaders: dict[str, tuple[Loader, str, Tokenizer | None]] = {}
+    if data.validation is not None:
+        loaders[HELD_OUT] = data.validation, config.data.labels, data.tokenizer
+    for name, section in config.eval.sets.items():
+        loader, tokenizer = build_set(config, name, data.tokenizer, pin_memory=pin_memory)
+        loaders[name] = loader, section.labels or config.data.labels, tokenizer or data.tokenizer
+    if not loaders:
         if (problem := needs_held_out_data(config)) is not None:
             raise ConfigError(problem)
+        if asked := [key for key in ("metrics", "samples") if getattr(config.eval, key)]:
+            listed = ", ".join(f"eval.{key}" for key in asked)
+            raise ConfigError(f"{listed}: nothing is held out to evaluate on; {HOLD_SOMETHING_OUT}")
         return None
 
     def from_the_beginning(loader: Loader) -> Loader:
         loader.restart()
         return loader
 
-    return HeldOutLoss(
-        partial(from_the_beginning, data.validation),
-        device=device,
-        precision=precision,
-        batches=config.eval.batches,
-        labels=config.data.labels,
-        warn=logger.warning,
+    measures = {}
+    for name, (loader, labels, tokenizer) in loaders.items():
+        # The loss of a user's own function need not be the cross-entropy of tokens.
+        is_text = tokenizer is not None or (config.data.dataset is None and name == HELD_OUT)
+        of_tokens = is_text and config.loss in (None, "cross_entropy")
+        measures[name] = HeldOutLoss(
+            partial(from_the_beginning, loader),
+            device=device,
+            precision=precision,
+            batches=config.eval.batches,
+            labels=labels,
+            metrics=build_metrics(config.eval.metrics, device),
+            tokens=TokenMeasures(tokenizer, device) if of_tokens else None,
+            warn=logger.warning,
+        )
+    return Evaluation(measures, _build_writer(data.tokenizer, config))
+
+
+def _build_writer(tokenizer: Tokenizer | None, config: SpeedtronicConfig) -> Write | None:
+    if not config.eval.samples:
+        return None
+    if tokenizer is None:
+        raise ConfigError(
+            "eval.samples: the data has no tokenizer, so the model cannot write; train on data.text_path or "
+            "data.shards, name data.tokenizer beside data.dataset, or set eval.samples to 0"
+        )
+    return sample_writer(
+        tokenizer,
+        config.eval.prompts,
+        samples=config.eval.samples,
+        max_new_tokens=config.eval.sample_tokens,
+        context_length=context_length_of(config),
+        seed=config.run.seed,
     )
 
 

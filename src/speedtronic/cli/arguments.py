@@ -240,7 +240,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, best: bool) -> None:
     parser.set_defaults(settable=_KEYS_OF_A_TRAINED_RUN)
     if best:
         parser.add_argument(
-            "--best", action="store_true", help="take the checkpoint with the lowest evaluation loss, not the newest"
+            "--best", action="store_true", help="take the checkpoint that is the best by eval.monitor, not the newest"
         )
 
 

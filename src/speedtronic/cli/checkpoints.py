@@ -31,7 +31,7 @@ fields of the JSON objects:
   path        the checkpoint's folder
   size_bytes  of all its files
   newest      whether it is the one that is loaded next
-  best        whether it is the one that --best takes: the lowest eval_loss of the run that is loaded next
+  best        whether it is the one that --best takes: the best by eval.monitor of the run that is loaded next
   problem     what is wrong with it, or null
 """
 _HEADINGS = ("", "STEP", "AGE", "SIZE", "LOSS", "EVAL LOSS", "RUN", "STATUS", "FOLDER")
@@ -136,8 +136,8 @@ def _add_list(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="list the checkpoints of a run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="List checkpoints: step, age, size, losses, run, and whether all files are there in full.\n"
-        "Damaged ones are listed with the reason; * marks the one that is loaded next, `best` the one with the lowest\n"
-        "evaluation loss.\n"
+        "Damaged ones are listed with the reason; * marks the one that is loaded next, `best` the best by\n"
+        "eval.monitor.\n"
         "Contents are not read: `speedtronic checkpoints verify` does that.",
         epilog="exit code: 0 at least one is complete, 1 all are damaged, 2 there is none\n\n" + _FIELDS,
     )

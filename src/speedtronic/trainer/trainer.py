@@ -130,7 +130,7 @@ class Trainer:
         self._callbacks = Callbacks(callbacks, warn=self.logger.warning)
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
-        self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
+        self._state = TrainerState(dataloader, metadata or {}, self.config.eval, warn=self.logger.warning)
         parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=optimizer, scheduler=scheduler)
         parts |= dict(checkpoint_manager=checkpoint_manager, coordinator=coordinator, loss_fn=loss_fn, logger=logger)
         parts |= {"evaluator": evaluator, "callbacks": callbacks or None, "metadata": metadata}
@@ -261,6 +261,7 @@ class Trainer:
                 target=target,
                 callbacks=self._callbacks,
                 evaluator=self._evaluator,
+                monitor=self._state.monitor,
                 saver=saver,
                 signals=signals,
                 reporter=reporter,
