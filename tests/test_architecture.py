@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "speedtronic"
 FLOORS = (
     {"cli"},
     {"runtime"},
-    {"evaluation", "generation", "tuning"},
+    {"evaluation", "tuning"},
+    {"generation"},
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics"},
     {"shapes"},

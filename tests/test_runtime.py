@@ -709,6 +709,30 @@ def test_a_missing_checkpoint_is_a_warning(tmp_path: Path, capsys: pytest.Captur
     assert trainer.fit().steps == 4
 
 
+def test_what_the_parts_of_a_run_warn_of_is_in_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_from_config(tiny(tmp_path))
+    capsys.readouterr()
+    changed = {"data": {"shuffle": True}, "precision": {"mode": "fp16"}, "optimizer": {"fused": True}}
+
+    def refuse(*args: Any, fused: bool = False, **options: Any) -> AdamW:
+        if fused:
+            raise RuntimeError("no fused kernel")
+        return AdamW(*args, **options)
+
+    monkeypatch.setattr("speedtronic.optimizers.factory.AdamW", refuse)
+    build_runtime(tiny(tmp_path, logging={"json_file": "events.jsonl"}, **changed), resume=True)
+    shown, lines = capsys.readouterr().out, (tmp_path / "events.jsonl").read_text(encoding="utf-8")
+    for said in (
+        "the order of the data has changed (data.shuffle)",
+        "precision fp16 cannot run on cpu",
+        "no fused kernel",
+    ):
+        assert said in lines
+        assert any(line.startswith("warning: ") and said in line for line in shown.splitlines())
+
+
 @pytest.mark.parametrize("by", ["argument", "config"])
 def test_resume_continues_the_run(by: str, tmp_path: Path) -> None:
     straight = train_from_config(tiny(tmp_path / "straight", run={"max_steps": 6}, model={"dropout": 0.1}))

@@ -1,4 +1,4 @@
-"""Every exception that Speedtronic raises on purpose, in one hierarchy.
+"""Every exception that Speedtronic raises on purpose, in one hierarchy, and its one kind of warning.
 
 The command line turns a `SpeedtronicError` into one clear message and its `exit_code`: 2 if the user can fix the cause
 before the next try (`InputError`), 1 if a run failed on its way.
@@ -6,6 +6,7 @@ before the next try (`InputError`), 1 if a run failed on its way.
 
 from __future__ import annotations
 
+import warnings
 from typing import ClassVar
 
 
@@ -93,3 +94,12 @@ class StoreRefusedError(StoreError, InputError):
 
 class StoreContentError(StoreRefusedError):
     """The store holds data that this version cannot read, or another model than that of this node."""
+
+
+class SpeedtronicWarning(UserWarning, RuntimeWarning):
+    """What a part warns of that is used without a run. In a run, its logger says it."""
+
+
+def warn(message: str) -> None:
+    """Warn of something, from a function that was given nothing else to say it with."""
+    warnings.warn(message, SpeedtronicWarning, stacklevel=3)

@@ -6,7 +6,6 @@ Legend: `B` batch, `T` sequence, `V` vocabulary.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from speedtronic.data.build import open_tokenizer
 from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer
 from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.durable.files import FileSystem
-from speedtronic.errors import CheckpointError, ConfigError, InputError
+from speedtronic.errors import CheckpointError, ConfigError, InputError, warn
 from speedtronic.model import evaluation_mode
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.registry import build_model, registry
@@ -113,7 +112,7 @@ def generate_tokens(
         ConfigError: an argument is out of range. Raised at the call, before the first token.
         InputError: the model returns no logits.
     """
-    columns = _columns(
+    columns = generate_columns(
         model,
         [prompt_ids],
         max_new_tokens=max_new_tokens,
@@ -144,14 +143,14 @@ def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], **options
         As `generate_tokens`.
     """
     rows: list[list[int]] = [[] for _ in prompts]
-    for column in _columns(model, prompts, **options):
+    for column in generate_columns(model, prompts, **options):
         for row, token in zip(rows, column, strict=True):
             if token is not None:
                 row.append(token)
     return rows
 
 
-def _columns(
+def generate_columns(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
@@ -165,7 +164,10 @@ def _columns(
     stop_id: int | None = None,
     cache: bool = True,
 ) -> Iterator[list[int | None]]:
-    """The next token of each text, again and again; None of a text that has ended."""
+    """The next token of each text, again and again; None of a text that has ended.
+
+    Arguments and errors as for `generate_batch`, which gathers the tokens of each text.
+    """
     _check_sampling(temperature, top_k, top_p)
     if not all(prompts):
         raise ConfigError("the prompt must have at least one token")
@@ -291,7 +293,7 @@ def load_generator(
         ConfigError: the model cannot be built.
         InputError: the model was not trained on text.
     """
-    state = _load_state(Path(source), best=best)
+    state = load_state(Path(source), best=best)
     if state.get("tokenizer") is None:
         raise InputError(f"{source}: this model cannot write, because its run had no tokenizer{_whose_data(state)}")
     tokenizer = tokenizer_from_spec(state["tokenizer"])
@@ -325,7 +327,7 @@ def generator_from_weights(
     weights: str | Path,
     *,
     device: str | torch.device = "cpu",
-    warn: Callable[[str], None] = warnings.warn,
+    warn: Callable[[str], None] = warn,
 ) -> TextGenerator:
     """Put weights that have nothing else with them into the model of a configuration, ready to generate.
 
@@ -411,7 +413,13 @@ def context_length_of(config: SpeedtronicConfig) -> int:
     return min(longest, config.data.block_size or longest)
 
 
-def _load_state(source: Path, *, best: bool) -> dict[str, Any]:
+def load_state(source: Path, *, best: bool) -> dict[str, Any]:
+    """The state in the newest sound checkpoint of a folder, or in the best one, or in the checkpoint that is named.
+
+    Raises:
+        CheckpointError: there is none, none is sound, or none was evaluated.
+        ConfigError: the best is asked of one checkpoint.
+    """
     if (source / MANIFEST).is_file():
         if best:
             raise ConfigError(f"{source}: is one checkpoint; to take the best, name the folder of its run")
@@ -508,6 +516,15 @@ class _Window:
 
 def _last_logits(output: Any) -> Tensor:
     """Float32 `(B, V)` on the CPU, of the last position."""
+    return logits_of(output)[:, -1].float().cpu()
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits `(B, T, V)` in what a language model returned.
+
+    Raises:
+        InputError: there are none.
+    """
     # The first tensor of three dimensions: of a mapping's "logits", of a tuple's fields, or the output itself.
     candidates = [output]
     if isinstance(output, Mapping):
@@ -516,7 +533,7 @@ def _last_logits(output: Any) -> Tensor:
         candidates = list(output)
     for candidate in candidates:
         if isinstance(candidate, Tensor) and candidate.ndim == 3:
-            return candidate[:, -1].float().cpu()
+            return candidate
     raise InputError(
         f"the model returned {type(output).__name__} without logits of shape (B, T, V); to generate, "
         "model(input_ids) must return them alone, in a tuple, or as 'logits' of a mapping"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 
 from speedtronic.config import PrecisionConfig, SpeedtronicConfig
-from speedtronic.errors import ConfigError, DeviceError, NotBuiltError
+from speedtronic.errors import ConfigError, DeviceError, NotBuiltError, warn
 
 Mode = Literal["bf16", "fp16", "fp32"]
 
@@ -55,12 +55,17 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
     return device
 
 
-def resolve_precision(config: SpeedtronicConfig | PrecisionConfig | str, device: str | torch.device) -> PrecisionPlan:
+def resolve_precision(
+    config: SpeedtronicConfig | PrecisionConfig | str,
+    device: str | torch.device,
+    *,
+    warn: Callable[[str], None] = warn,
+) -> PrecisionPlan:
     """Turn a configuration, its precision section, or a mode into the plan for a device.
 
     "auto" is bf16 on CUDA devices that compute in bfloat16, fp16 with loss scaling on other CUDA devices, and fp32 on
     CPU and MPS. With `precision.dtype` given, "auto" is the mode of that dtype. A mode that the device cannot run
-    becomes fp32, with a `UserWarning`. fp16 needs CUDA. bf16 needs a CUDA device that computes in it, a CPU, or MPS on
+    becomes fp32, and `warn` is told. fp16 needs CUDA. bf16 needs a CUDA device that computes in it, a CPU, or MPS on
     macOS 14.
 
     Raises:
@@ -72,7 +77,7 @@ def resolve_precision(config: SpeedtronicConfig | PrecisionConfig | str, device:
     if mode == "auto":
         mode = _preferred_mode(device)
     elif not _can_run(mode, device):
-        warnings.warn(f"precision {mode} cannot run on {device}; training in fp32", UserWarning, stacklevel=2)
+        warn(f"precision {mode} cannot run on {device}; training in fp32")
         mode = "fp32"
     return PrecisionPlan(
         mode=mode,

@@ -12,7 +12,7 @@ import random
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -38,7 +38,7 @@ from speedtronic.config.run_folder import RUN_CONFIG, imported_from, run_folder,
 from speedtronic.config.sections import HELD_OUT
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader, build_set
-from speedtronic.errors import CheckpointError
+from speedtronic.errors import CheckpointError, warn
 from speedtronic.evaluation import Evaluation, HeldOutLoss, TokenMeasures, build_metrics
 from speedtronic.evaluation.evaluation import Write
 from speedtronic.generation import context_length_of, sample_writer
@@ -57,6 +57,7 @@ from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
 from speedtronic.trainer.profiling import StepProfiler
+from speedtronic.trainer.state import load_model
 from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
@@ -140,10 +141,10 @@ def _build(
     seed_everything(settings.run.seed)
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
-    precision = resolve_precision(settings.precision, target_device)
     resume = resume or settings.checkpoint.resume
     folder = run_folder(settings)
     logger = build_logger(settings)
+    precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
     manager = build_checkpoint_manager(settings, logger)
     logger.run_id = (manager.latest_run_id() if resume else None) or manager.run_id
     data = _build_data(settings, target_device, logger)
@@ -169,11 +170,11 @@ def _build(
     if plan is not None:
         settings = plan.choices.applied_to(given)
         _configure_torch(settings)
-        precision = resolve_precision(settings.precision, target_device)
+        precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
         if settings.data.plain() != given.data.plain():
             data = _build_data(settings, target_device, logger)
     shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
-    optimizer = build_optimizer(model, settings, target_device)
+    optimizer = build_optimizer(model, settings, target_device, warn=logger.warning)
     profiler = []
     if profile_steps is not None:
         profiler.append(StepProfiler(profile_steps, Path(settings.run.output_dir) / "trace.json"))
@@ -385,19 +386,26 @@ def _configure_torch(config: SpeedtronicConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def build_optimizer(model: nn.Module, config: SpeedtronicConfig, device: str | torch.device) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    config: SpeedtronicConfig,
+    device: str | torch.device,
+    *,
+    warn: Callable[[str], None] = warn,
+) -> torch.optim.Optimizer:
     """Build AdamW, or Muon and AdamW, from `config.optimizer` over every trainable parameter of `model`.
 
-    Each is in exactly one group. With `config.compile` the step of a cautious AdamW is compiled too.
+    Each is in exactly one group. With `config.compile` the step of a cautious AdamW is compiled too. `warn` is told
+    what is not done as the section says.
 
     Raises:
         ConfigError: the model has no trainable parameter, or declares a role or a split for Muon that cannot be.
     """
     optimizer: torch.optim.Optimizer
     if config.optimizer.name == "muon":
-        optimizer = build_hybrid(model, config.optimizer, torch.device(device))
+        optimizer = build_hybrid(model, config.optimizer, torch.device(device), warn=warn)
     else:
-        optimizer = build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile)
+        optimizer = build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile, warn=warn)
     BUILT_FROM_CONFIG.add(optimizer)
     return optimizer
 
@@ -465,11 +473,61 @@ def build_evaluator_on_cpu(config: SpeedtronicConfig, logger: MetricLogger) -> E
         ConfigError, DataError, MissingExtraError: as `build_data`; or `eval.every_steps` has nothing to evaluate on.
     """
     device = torch.device("cpu")
-    precision = resolve_precision(config.precision, device)
-    evaluator = _build_evaluator(build_data(config, pin_memory=False), config, device, precision, logger)
+    precision = resolve_precision(config.precision, device, warn=logger.warning)
+    evaluator = _build_evaluator(
+        build_data(config, pin_memory=False, warn=logger.warning), config, device, precision, logger
+    )
     if evaluator is not None:
         evaluator.loss_fn = loss_by_name(config.loss)
     return evaluator
+
+
+def evaluate_from_config(
+    config: ConfigSource,
+    state: Mapping[str, Any],
+    *,
+    device: str | torch.device | None = None,
+    logger: MetricLogger | None = None,
+) -> dict[str, Any]:
+    """Evaluate the weights of a checkpoint by the `eval` section of a configuration. Nothing is trained or written.
+
+    Args:
+        config: names the model and the data.
+        state: that of a checkpoint. Its averaged weights are evaluated where it has some, as in training.
+        device: instead of `run.device`.
+        logger: told what looks wrong; one that prints to the terminal without it.
+
+    Returns:
+        The numbers of the first set and its name as `set`; in `sets` those of all others; in `samples` texts.
+
+    Raises:
+        ConfigError: the configuration is wrong, or there is nothing to evaluate on.
+        CheckpointError: the weights do not fit the model.
+        DataError: the data cannot be evaluated on.
+        DeviceError: the device does not exist.
+    """
+    settings = _resolve(config)
+    logger = logger or build_logger(settings)
+    if state.get("tuning") is not None and settings.tune != "off":
+        # The run chose these two by measuring, and they decide how numbers are rounded and batched.
+        settings.precision.mode = state["config"]["precision"]["mode"]
+        settings.data.micro_batch_size = state["config"]["data"]["micro_batch_size"]
+    seed_everything(settings.run.seed)
+    _configure_torch(settings)
+    target = resolve_device(device if device is not None else settings.run.device)
+    precision = resolve_precision(settings.precision, target, warn=logger.warning)
+    data = build_data(settings, pin_memory=_pin_memory(settings, target), warn=logger.warning)
+    evaluation = _build_evaluator(data, settings, target, precision, logger)
+    if evaluation is None:
+        raise ConfigError(f"nothing is held out to evaluate on; {HOLD_SOMETHING_OUT}")
+    evaluation.loss_fn = loss_by_name(settings.loss)
+    model = build_model(settings.model).to(target)
+    if uninitialized(model):
+        _initialize_lazy_modules(model, data.train, settings, target, precision, logger)
+    load_model(model, {**state["model"], **(state.get("ema") or {})})
+    numbers = evaluation(model)
+    assert numbers is not None, "nothing has asked it to stop"
+    return numbers
 
 
 def _initialize_lazy_modules(
@@ -537,7 +595,7 @@ def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricL
     """Build the loaders. A node among others reads a part of the data, or all of it in an order of its own."""
     pin_memory = _pin_memory(config, device)
     if not config.distributed.enabled:
-        return build_data(config, pin_memory=pin_memory)
+        return build_data(config, pin_memory=pin_memory, warn=logger.warning)
 
     # Imported only by a run that has other nodes: a run of its own starts sooner without.
     from speedtronic.distributed.data_partition import data_partition_of
@@ -547,7 +605,12 @@ def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricL
     with closing(connect(config.distributed)) as store:
         share = data_partition_of(config.distributed, store, seed)
     data = build_data(
-        config, pin_memory=pin_memory, rank=share.part, world_size=share.parts, order_seed=share.order_seed
+        config,
+        pin_memory=pin_memory,
+        rank=share.part,
+        world_size=share.parts,
+        order_seed=share.order_seed,
+        warn=logger.warning,
     )
 
     # Say what this node reads, and warn where several nodes would train on the same samples.
@@ -597,7 +660,7 @@ def _build_evaluator(
     if data.validation is not None:
         loaders[HELD_OUT] = data.validation, config.data.labels, data.tokenizer
     for name, section in config.eval.sets.items():
-        loader, tokenizer = build_set(config, name, data.tokenizer, pin_memory=pin_memory)
+        loader, tokenizer = build_set(config, name, data.tokenizer, pin_memory=pin_memory, warn=logger.warning)
         loaders[name] = loader, section.labels or config.data.labels, tokenizer or data.tokenizer
     if not loaders:
         if (problem := needs_held_out_data(config)) is not None:

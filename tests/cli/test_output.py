@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from speedtronic.cli.output import (
     write_table,
 )
 from speedtronic.durable.files import DamagedFileError
+from speedtronic.errors import SpeedtronicWarning
 
 # ---------------------------------------------------------------------- the standard output
 
@@ -231,8 +233,10 @@ def test_in_another_thread_nothing_is_changed() -> None:
     assert seen == [before]
 
 
-def test_what_modules_log_is_printed_like_any_warning() -> None:
+def test_what_modules_warn_of_or_log_is_printed_like_any_warning() -> None:
     prepare()
+    for category, right in ((SpeedtronicWarning, "warning: reading again\n"), (UserWarning, "a.py:3: UserWarning: ")):
+        assert warnings.formatwarning("reading again", category, "a.py", 3).startswith(right)
     assert logging.lastResort is not None
     record = logging.LogRecord("speedtronic.data", logging.WARNING, "", 0, "reading %d batches again", (3,), None)
     assert logging.lastResort.format(record) == "warning: reading 3 batches again"

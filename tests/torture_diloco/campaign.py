@@ -11,7 +11,8 @@ from pathlib import Path
 from signal import SIGTERM
 
 from speedtronic.config import load_config
-from speedtronic.distributed.coordinator import build_master, say_through
+from speedtronic.distributed.coordinator import build_master
+from speedtronic.distributed.outer import say_through
 from speedtronic.distributed.pull import pull
 from speedtronic.distributed.status import store_status
 from speedtronic.distributed.stores import open_store

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from speedtronic.errors import ModelError
 from speedtronic.ranks import SingleProcess
 from speedtronic.trainer.gradients import accumulate, clip_gradients
 from speedtronic.trainer.loss import MeanLoss, count_targets, resolve_loss
@@ -126,6 +127,13 @@ def test_a_micro_batch_without_a_target_takes_no_part_even_if_its_loss_is_nan() 
     assert update(forward, batches, [weight], by_target=True) == 6.0
     assert weight.grad is not None
     assert weight.grad.item() == 3.0
+
+
+def test_a_loss_without_a_gradient_is_refused_with_the_reason() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    for loss in (weight.detach(), torch.tensor(3), weight * 1j):
+        with pytest.raises(ModelError, match="has no gradient: it was detached"):
+            update(lambda batch, loss=loss: loss, [{}], [weight])
 
 
 def test_an_update_without_any_target_has_loss_zero_and_no_gradient() -> None:

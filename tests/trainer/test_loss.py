@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from speedtronic.errors import ConfigError, DataError, ModelError
-from speedtronic.trainer.loss import align_labels, count_labels, doubt_about, has_no_target, loss_by_name, resolve_loss
+from speedtronic.trainer.loss import (
+    align_labels,
+    batch_labels,
+    count_labels,
+    doubt_about,
+    has_no_target,
+    loss_by_name,
+    resolve_loss,
+)
 
 LOGITS = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 7, (2, 4), generator=torch.Generator().manual_seed(1))
@@ -323,6 +332,38 @@ def test_a_loss_of_other_values_than_the_targets_weighs_by_these() -> None:
     assert [weight(loss, rows) for loss in (torch.tensor(1.0), torch.ones(3, 2), torch.ones(2))] == [None] * 3
 
 
+def test_only_values_of_ignored_labels_are_doubted_in_a_mean_over_all() -> None:
+    """Values of the targets alone are as many as these. Labels that are no integers are never ignored."""
+    labels = torch.tensor([[1, 2, -100], [3, 4, 5]])
+    assert in_doubt(torch.ones(2, 3, 2), labels) == (1.0, ["mean of a loss"])
+    assert in_doubt(torch.ones(5), labels) == (1.0, [])
+    # Shifted inside the loss function: as many values as targets by chance.
+    shifted = torch.tensor([[1, 2, -100], [3, 4, -100]])
+    assert in_doubt(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), shifted) == (1.0, ["mean of a loss"])
+    for others in (labels.float(), labels.abs()):
+        assert in_doubt(torch.ones(2, 3, 2), others) == (1.0, [])
+
+
+def test_a_loss_without_a_value_is_0_without_a_target_and_else_refused() -> None:
+    none = torch.ones(0, requires_grad=True)
+    loss = resolve_loss(none * 1, {"labels": torch.full((2, 3), -100)}).value
+    assert (loss.item(), loss.requires_grad) == (0.0, True)
+    for batch in ({"labels": torch.tensor([[1, -100]])}, {"labels": torch.ones(2)}, {"x": torch.ones(2)}):
+        with pytest.raises(ModelError, match=r"the loss has the shape \(0,\), so it has no value"):
+            resolve_loss({"loss": none}, batch)
+
+
+def test_labels_in_an_array_are_labels() -> None:
+    labels = np.array([[1, -100, 2], [-100, -100, 3]], dtype=">i2")
+    labels.setflags(write=False)
+    loss = torch.arange(6.0).view(2, 3)
+    assert resolve_loss({"loss": loss}, {"labels": labels}).value.item() == pytest.approx(7 / 3)
+    assert count_labels((None, labels)) == 3
+    assert has_no_target({"label": labels[1:, :2]}) == torch.tensor(True)
+    names = np.array(["a", "b"])
+    assert batch_labels({"label": names, "target": labels}).tolist() == labels.tolist()  # type: ignore[union-attr]
+
+
 def test_the_gradient_of_a_loss_in_another_order_reaches_all_its_targets() -> None:
     each = SQUARE.T.clone().requires_grad_()
     resolve_loss(each, {"labels": SQUARE_LABELS}).value.backward()
@@ -545,9 +586,11 @@ def test_values_of_tokens_that_are_not_those_of_the_labels_are_averaged_with_a_w
     said: list[str] = []
 
     def resolve(loss: Tensor) -> Tensor:
-        return resolve_loss(
-            None, {"labels": labels}, lambda output, batch: loss, warn=lambda kind, text: said.append(text)
-        ).value
+        def warn(kind: str, message: str, when: Tensor | None = None) -> None:
+            if when is None or when.item():
+                said.append(message)
+
+        return resolve_loss(None, {"labels": labels}, lambda output, batch: loss, warn=warn).value
 
     # Shifted inside the loss function: one value less for each row than there are labels.
     assert resolve(torch.tensor([[1.0, 0.0], [0.0, 0.0]])).item() == 0.25

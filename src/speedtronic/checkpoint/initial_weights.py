@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from speedtronic.checkpoint.manifest import MANIFEST, MODEL_TENSORS, read_manife
 from speedtronic.checkpoint.snapshot import check_files, read_trees, saved_parts, stored_average
 from speedtronic.durable.files import FileSystem, fill, where_looked
 from speedtronic.durable.tensor_file import StoredTensor, TensorPlace, read_header, read_tensor
-from speedtronic.errors import CheckpointError
+from speedtronic.errors import CheckpointError, warn
 
 HUGGING_FACE_WEIGHTS = "model.safetensors"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
@@ -59,17 +58,13 @@ class InitialWeights:
     model: dict[str, Any] | None
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
 def load_initial_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
     translate: Translation | None = None,
-    warn: Callable[[str], None] = _warn,
+    warn: Callable[[str], None] = warn,
 ) -> InitialWeights:
     """Copy weights into a model, converted to its dtypes and devices.
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -59,7 +58,7 @@ from speedtronic.checkpoint.snapshot import (
 from speedtronic.checkpoint.throttle import Throttle, background_share
 from speedtronic.durable.files import FileSystem, copy_file, ensure_directory, no_pause, replace_file, write_file
 from speedtronic.durable.folders import clean_folder, remove_folder, temporary_beside
-from speedtronic.errors import CheckpointError
+from speedtronic.errors import CheckpointError, warn
 
 LATEST = "latest.json"
 
@@ -67,10 +66,6 @@ LATEST = "latest.json"
 _MOST_LOOKS = 20
 
 T = TypeVar("T")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _utc_now() -> datetime:
@@ -114,7 +109,7 @@ class CheckpointManager:
         every_minutes: float | None = None,
         keep_every: int | None = None,
         keep_best: int = 0,
-        warn: Callable[[str], None] = _warn,
+        warn: Callable[[str], None] = warn,
         fs: FileSystem | None = None,
         now: Callable[[], datetime] = _utc_now,
         clock: Callable[[], float] = time.monotonic,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+from speedtronic.errors import warn
 
 
 def capture_rng_state() -> dict[str, Any]:
@@ -36,7 +33,7 @@ def capture_torch_rng_state() -> dict[str, Any]:
     return state
 
 
-def restore_rng_state(state: dict[str, Any], *, warn: Callable[[str], None] = _warn) -> None:
+def restore_rng_state(state: dict[str, Any], *, warn: Callable[[str], None] = warn) -> None:
     """Restore the states that `capture_rng_state` or `capture_torch_rng_state` found.
 
     Args:

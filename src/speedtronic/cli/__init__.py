@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from speedtronic import __version__
-from speedtronic.cli import checkpoints, configuration, data, diloco, generate, output, train, tune
+from speedtronic.cli import checkpoints, configuration, data, diloco, evaluate, generate, output, train, tune
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.cli.tracebacks import format_error
 from speedtronic.errors import SpeedtronicError
@@ -73,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_parser(commands)
     configuration.add_validate(commands)
     configuration.add_schema(commands)
+    evaluate.add_parser(commands)
     generate.add_parser(commands)
     data.add_parser(commands)
     checkpoints.add_parser(commands)

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -82,7 +81,7 @@ def _find(args: argparse.Namespace) -> _Found:
         path = path if path.name not in ("", "..") else path.resolve()
         if path.is_dir() and (_CHECKPOINT_NAME.match(path.name) or (path / "manifest.json").is_file()):
             return _Found(CheckpointManager(path.parent), [inspect(FileSystem(), path)], is_one=True)
-        manager = CheckpointManager(path, warn=_warn)
+        manager = CheckpointManager(path, warn=output.warn)
         entries = manager.entries()
         if not entries:
             manager.verified_path()  # says what is wrong with checkpoints of version 2.0
@@ -101,10 +100,6 @@ def _refuse_what_is_no_run(path: Path) -> None:
         beside = CheckpointManager(path.parent)
         if not beside.entries():
             beside.verified_path()  # says what is wrong with checkpoints of version 2.0
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 def _as_json(entries: list[CheckpointEntry], newest: Path | None, best: Path | None) -> str:
@@ -388,7 +383,7 @@ def _open(args: argparse.Namespace) -> SavedModel:
     with output.reading_progress("verifying", max(entry.size for entry in found.entries)) as fs:
         if found.is_one:
             return open_model(found.entries[0].path, fs=fs)
-        manager = CheckpointManager(found.manager.directory, warn=_warn, fs=fs)
+        manager = CheckpointManager(found.manager.directory, warn=output.warn, fs=fs)
         model = manager.use_newest(partial(open_model, verify=False), best=args.best)
     if model is None:
         raise CheckpointError(f"{found.manager.directory}: the checkpoints were removed in the meantime")

@@ -33,7 +33,7 @@ def run_validate(args: argparse.Namespace) -> int:
 
         check_address(str(config.distributed.repo_id), config.distributed.store_options)
     for doubt in doubts(config):
-        print(f"warning: {doubt}", file=sys.stderr)
+        output.warn(doubt)
     for limit in limits(config):
         print(f"note: {limit}", file=sys.stderr)
     text = config.to_json if args.format == "json" else config.to_yaml

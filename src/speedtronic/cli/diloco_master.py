@@ -64,7 +64,8 @@ def run_master(args: argparse.Namespace) -> int:
     # torch is imported only now: a mistake in the file is reported at once.
     from speedtronic.checkpoint import RunLock
     from speedtronic.config.checks import refuse_what_is_not_built
-    from speedtronic.distributed.coordinator import build_master, say_through
+    from speedtronic.distributed.coordinator import build_master
+    from speedtronic.distributed.outer import say_through
     from speedtronic.distributed.stores.open import connect
     from speedtronic.runtime import build_initial_model, build_logger, import_plugins
     from speedtronic.trainer.signals import SignalWatch

@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     found = find_checkpoints(args) if args.weights is None else _find_model(args)
     if hidden := [key for key in found.secrets if key.startswith("model.extra.")]:
-        _warn(f"the folder of a run keeps no secrets, so {', '.join(hidden)} is null")
+        output.warn(f"the folder of a run keeps no secrets, so {', '.join(hidden)} is null")
     import_plugins(found.config.plugins, found.folder)
     if isinstance(found, NamedRun):
-        generator = generator_from_weights(found.config, args.weights, device=device, warn=_warn)
+        generator = generator_from_weights(found.config, args.weights, device=device, warn=output.warn)
     else:
         generator = load_generator(
             found.path, extra=found.config.model.extra, overrides=found.overrides, best=args.best, device=device
@@ -105,10 +105,6 @@ def _find_model(args: argparse.Namespace) -> NamedRun:
         )
     source, overrides = split_words(args.words, "run")
     return load_config_of_run(Path(source), overrides)
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 def _read_prompt(path: Path) -> str:

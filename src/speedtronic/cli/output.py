@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
 from speedtronic.durable.files import FileSystem
-from speedtronic.errors import SpeedtronicError
+from speedtronic.errors import SpeedtronicError, SpeedtronicWarning
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -44,15 +45,32 @@ def prepare() -> None:
     """Make whatever is printed from here on printable.
 
     Without a standard output it goes nowhere, and a character that the encoding lacks is escaped. What our own modules
-    or a library log looks like any other warning.
+    warn of, or a library logs, looks like any other warning.
     """
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(logging.Formatter("warning: %(message)s"))
+    warnings.formatwarning = _format_warning
     if sys.stdout is None:  # as it is when the shell closed it: `>&-`
         # Also keeps the descriptor of the standard output from becoming that of the next file that is opened.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the process
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+_pythons_format = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if issubclass(category, SpeedtronicWarning):
+        return f"warning: {message}\n"
+    return _pythons_format(message, category, filename, lineno, line)
+
+
+def warn(message: str) -> None:
+    """Print a warning to the standard error."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def write(text: str) -> None:

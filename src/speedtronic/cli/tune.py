@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from speedtronic.cli import output
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if plan.worth_keeping:
             keep(plan)
     except OSError as error:
-        print(f"warning: the plan could not be kept in the cache: {error}", file=sys.stderr)
+        output.warn(f"the plan could not be kept in the cache: {error}")
     if args.json:
         output.write(plan.to_json())
         return 0 if plan.worth_keeping else 1

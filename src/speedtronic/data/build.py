@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from speedtronic.data.text import check_text_file, read_text
 from speedtronic.data.tokenizers.base import Tokenizer
 from speedtronic.data.tokenizers.chars import BYTE_VALUES, CharTokenizer, CorpusCharTokenizer
 from speedtronic.data.tokenizers.from_file import load_tokenizer
-from speedtronic.errors import ConfigError, DataError
+from speedtronic.errors import ConfigError, DataError, warn
 from speedtronic.registry import import_factory
 
 Loader = TokenLoader | StreamLoader
@@ -55,6 +55,7 @@ def build_data(
     rank: int = 0,
     world_size: int = 1,
     order_seed: int | None = None,
+    warn: Callable[[str], None] = warn,
 ) -> TrainingData:
     """The training and validation loaders of a configuration.
 
@@ -64,6 +65,7 @@ def build_data(
         pin_memory: what `data.pin_memory: null` means on the device of this run.
         rank, world_size: this reader's number, and how many readers share the training part.
         order_seed: the seed of the training part's order and of its samples' randomness; `data.seed` without it.
+        warn: told where the data cannot be kept in the cache.
 
     Raises:
         ConfigError: no source of data, options that exclude each other, or sizes beyond a built-in model's.
@@ -74,7 +76,7 @@ def build_data(
     seed = _resolved(data.seed, "seed")
     if problems := list(beyond_the_model(config)):
         raise ConfigError("\n".join(problems))
-    source = _hold_out(_open_source(data), data)
+    source = _hold_out(_open_source(data, warn=warn), data)
     collate = _collate(config)
     train = _loader(
         source.train,
@@ -104,7 +106,12 @@ def build_data(
 
 
 def build_set(
-    config: SpeedtronicConfig, name: str, tokenizer: Tokenizer | None, *, pin_memory: bool
+    config: SpeedtronicConfig,
+    name: str,
+    tokenizer: Tokenizer | None,
+    *,
+    pin_memory: bool,
+    warn: Callable[[str], None] = warn,
 ) -> tuple[Loader, Tokenizer | None]:
     """The loader of one of `eval.sets`: sequential, with every sample, and complete on every rank.
 
@@ -113,6 +120,7 @@ def build_set(
         name: of the set.
         tokenizer: that of the training data, with which a text is encoded.
         pin_memory: what `data.pin_memory: null` means on the device of this run.
+        warn: told where the data cannot be kept in the cache.
 
     Returns:
         The loader, and the tokenizer of its ids.
@@ -135,7 +143,7 @@ def build_set(
             "shards or a dataset instead"
         )
     try:
-        source = _open_source(data, tokenizer if data.text_path is not None else None)
+        source = _open_source(data, tokenizer if data.text_path is not None else None, warn=warn)
     except DataError as error:
         raise DataError(f"eval.sets.{name}: {error}") from error
     if source.validation is not None:
@@ -274,7 +282,7 @@ def _resolved(value: int | None, key: str) -> int:
 # ---------------------------------------------------------------------- sources
 
 
-def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Source:
+def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None, warn: Callable[[str], None] = warn) -> _Source:
     """The data that the section names. `tokenizer` is used in place of `data.tokenizer`."""
     if data.dataset is not None:
         return _from_factory(data.dataset, data)
@@ -290,7 +298,7 @@ def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None) -> _Sourc
         if tokenizer is None:
             tokenizer = _tokenizer_of_text(data, path)
         _check_vocabulary(tokenizer, str(path), vocab_size)
-        return _Source(TextFileTokenDataset(path, block_size, tokenizer), tokenizer=tokenizer)
+        return _Source(TextFileTokenDataset(path, block_size, tokenizer, warn=warn), tokenizer=tokenizer)
     if data.synthetic:
         if data.num_tokens < block_size:
             raise DataError(

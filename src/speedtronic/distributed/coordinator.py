@@ -24,7 +24,7 @@ from speedtronic.distributed.identity import NodeLock, new_nonce, node_folder, r
 from speedtronic.distributed.master import MasterSettings
 from speedtronic.distributed.node import Node
 from speedtronic.distributed.node_files import NodeFiles
-from speedtronic.distributed.outer import MasterOuterLoop
+from speedtronic.distributed.outer import MasterOuterLoop, say_through
 from speedtronic.distributed.records import Position
 from speedtronic.distributed.requests import EventSink, Procedure, T, perform
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
@@ -268,19 +268,6 @@ def build_master(
     return MasterOuterLoop(
         store, snapshot(model), schema=Schema.of(model), say=say, stopping=stopping, store_id=store_id, **settings
     )
-
-
-def say_through(logger: MetricLogger) -> EventSink:
-    """What passes the events and log messages of DumbDiLoCo to a logger."""
-    log = {"INFO": logger.info, "WARNING": logger.warning, "ERROR": logger.error}
-
-    def say(event: str, payload: Mapping[str, Any]) -> None:
-        if event == "log":
-            log[payload["level"].upper()](payload["message"])
-        else:
-            logger.emit(event, payload)
-
-    return say
 
 
 class _Session:

@@ -8,7 +8,6 @@ the momentum's tail included. With f = 1 in every round, the Nesterov optimizers
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -26,13 +25,12 @@ from speedtronic.distributed.requests import EventSink, Procedure, T, perform
 from speedtronic.distributed.schema import Schema, Tensors, TensorSpec, check_same, exchanged_dtype, has_fractions
 from speedtronic.distributed.stores.base import Store
 from speedtronic.distributed.threads import BackgroundThread, ReportedWork
+from speedtronic.metrics import MetricLogger
 
 __all__ = ["MasterOuterLoop", "NesterovOuterOptimizer"]
 
 # Fractions that make up a round may add up to a little less.
 _WHOLE_ROUND = 1.0 - 1e-9
-
-_log = logging.getLogger(__name__)
 
 
 # --- Optimizers
@@ -244,7 +242,7 @@ class MasterOuterLoop:
         schema: of the model.
         codec: the encoding of the deltas.
         expected_nodes, quorum, grace, inner_steps, max_staleness, keep_versions: see `MasterSettings`.
-        say: receives events and log messages; None sends the messages to `logging`.
+        say: receives events and log messages; None prints them to the terminal.
         stopping: set by `stop`. Pauses between attempts at a request wait on it, so that they end too.
         clock: monotonic seconds.
         store_id: see `Master`.
@@ -297,7 +295,7 @@ class MasterOuterLoop:
                 }
             )
         self._store = store
-        self._say = say or _to_logging
+        self._say = say or say_through(MetricLogger())
         self._master = Master(
             schema,
             {name: state[name].detach().to("cpu", spec.dtype, copy=True) for name, spec in schema.entries.items()},
@@ -398,6 +396,14 @@ class MasterOuterLoop:
             self._newest = self._master.head or self._newest
 
 
-def _to_logging(event: str, payload: Mapping[str, Any]) -> None:
-    if event == "log":
-        _log.log(logging.getLevelNamesMapping()[payload["level"]], "%s", payload["message"])
+def say_through(logger: MetricLogger) -> EventSink:
+    """What passes the events and log messages of DumbDiLoCo to a logger."""
+    log = {"INFO": logger.info, "WARNING": logger.warning, "ERROR": logger.error}
+
+    def say(event: str, payload: Mapping[str, Any]) -> None:
+        if event == "log":
+            log[payload["level"].upper()](payload["message"])
+        else:
+            logger.emit(event, payload)
+
+    return say

@@ -83,6 +83,7 @@ def predictions_and_targets(output: Any, batch: Any, on_host: Any, *, output_is_
             f"eval.metrics: a metric compares predictions with the labels of a batch, which are its "
             f"{', '.join(LABELS)} or its second field, and this batch has none"
         )
+    labels = labels.to(predictions.device, non_blocking=True)  # those of an array are still on the host
     if predictions.is_floating_point():
         predictions = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
     if labels.is_floating_point() or labels.dtype in (torch.bool, torch.uint8):

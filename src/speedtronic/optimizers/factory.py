@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
@@ -12,27 +11,30 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from speedtronic.config import OptimizerConfig
-from speedtronic.errors import ConfigError
+from speedtronic.errors import ConfigError, warn
 from speedtronic.optimizers.adamw import COMPILED_FROM, CautiousAdamW
 from speedtronic.optimizers.hybrid import HybridOptimizer
 from speedtronic.optimizers.routing import route_parameters
 from speedtronic.optimizers.without_dynamo import AdamW
 from speedtronic.precision import supports_fused_adamw
 
-_log = logging.getLogger(__name__)
-
 Built = TypeVar("Built", bound=torch.optim.Optimizer)
 Named = tuple[str, nn.Parameter]
 
 
 def build_adamw(
-    model: nn.Module, config: OptimizerConfig, device: torch.device, *, compiled: bool = False
+    model: nn.Module,
+    config: OptimizerConfig,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    warn: Callable[[str], None] = warn,
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv 1711.05101) over all trainable parameters of `model`; with `config.cautious` `CautiousAdamW`.
 
     If `config.fused` is null, the fused kernel is used wherever torch has it: `supports_fused_adamw(device)` says so,
     or a step that is tried (`runs_fused_adamw`). A complex parameter rules it out. If torch refuses the fused kernel,
-    the ordinary one is used, and a warning in the log says so. The same holds for a `compiled` cautious step that does
+    the ordinary one is used, and `warn` is told. The same holds for a `compiled` cautious step that does
     not compile on this machine.
 
     Raises:
@@ -40,7 +42,7 @@ def build_adamw(
     """
     groups = parameter_groups(model, weight_decay=config.weight_decay, decay_1d=config.decay_1d)
     check_ownership(model, groups)
-    compiled = compiled and config.cautious and _cautious_step_compiles(device)
+    compiled = compiled and config.cautious and _cautious_step_compiles(device, warn)
 
     def construct(**fused: bool) -> torch.optim.AdamW:
         options: dict[str, Any] = {
@@ -54,14 +56,16 @@ def build_adamw(
             return CautiousAdamW(_copies(groups), rescale=config.cautious_rescale, compiled=compiled, **options)
         return AdamW(_copies(groups), **options)
 
-    return _fused_where_possible(construct, config, device, groups)
+    return _fused_where_possible(construct, config, device, groups, warn)
 
 
-def build_hybrid(model: nn.Module, config: OptimizerConfig, device: torch.device) -> HybridOptimizer:
+def build_hybrid(
+    model: nn.Module, config: OptimizerConfig, device: torch.device, *, warn: Callable[[str], None] = warn
+) -> HybridOptimizer:
     """Build `HybridOptimizer`: Muon for the hidden matrices of `model`, AdamW for its other trainable parameters.
 
-    `route_parameters` tells them apart. AdamW trains all of a model that has no hidden matrix, and a warning in the log
-    says so. AdamW's fused kernel is chosen as in `build_adamw`.
+    `route_parameters` tells them apart. AdamW trains all of a model that has no hidden matrix, and `warn` is told.
+    AdamW's fused kernel is chosen as in `build_adamw`.
 
     Raises:
         ConfigError: nothing in the model is trainable, or a module declares a role or a split that is not possible.
@@ -89,11 +93,11 @@ def build_hybrid(model: nn.Module, config: OptimizerConfig, device: torch.device
         )
 
     if not any(group["algorithm"] == "muon" for group in groups):
-        _log.warning(
+        warn(
             "optimizer.name: muon: the model has no hidden nn.Linear, so AdamW trains all of it; set "
             "_speedtronic_optimizer_role = 'muon' on the modules that Muon should train, or use optimizer.name: adamw"
         )
-    return _fused_where_possible(construct, config, device, groups)
+    return _fused_where_possible(construct, config, device, groups, warn)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
@@ -180,14 +184,14 @@ def _copies(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [dict(group) for group in groups]
 
 
-def _cautious_step_compiles(device: torch.device) -> bool:
+def _cautious_step_compiles(device: torch.device, warn: Callable[[str], None]) -> bool:
     """Whether it compiles, tried now on a spare weight: an error in the first step of a run would end it."""
     weight = nn.Parameter(torch.zeros(COMPILED_FROM, device=device))
     weight.grad = torch.zeros_like(weight)
     try:
         CautiousAdamW([weight], compiled=True).step()
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way, and the step works without it
-        _log.warning("the cautious step does not compile on %s (%s): it runs without the compiler", device, error)
+        warn(f"the cautious step does not compile on {device} ({error}): it runs without the compiler")
         return False
     return True
 
@@ -206,7 +210,11 @@ def runs_fused_adamw(device: str | torch.device, dtypes: Collection[torch.dtype]
 
 
 def _fused_where_possible(
-    construct: Callable[..., Built], config: OptimizerConfig, device: torch.device, groups: Iterable[dict[str, Any]]
+    construct: Callable[..., Built],
+    config: OptimizerConfig,
+    device: torch.device,
+    groups: Iterable[dict[str, Any]],
+    warn: Callable[[str], None],
 ) -> Built:
     """Construct with `fused=True` if it is asked for or available. If not, or if that fails, construct without."""
     fused = config.fused
@@ -220,5 +228,5 @@ def _fused_where_possible(
         try:
             return construct(fused=True)
         except (TypeError, RuntimeError, ValueError) as error:
-            _log.warning("fused AdamW is not available on %s (%s): using the ordinary one", device, error)
+            warn(f"fused AdamW is not available on {device} ({error}): using the ordinary one")
     return construct()

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -17,7 +18,7 @@ from speedtronic.errors import ModelError
 from speedtronic.model import causal_cross_entropy
 from speedtronic.model.wrappers import forward_signature, innermost
 from speedtronic.precision import PrecisionPlan, autocast_context
-from speedtronic.trainer.loss import LossFunction, MeanLoss, doubt_about, has_no_target, resolve_loss
+from speedtronic.trainer.loss import LossFunction, MeanLoss, as_tensor, doubt_about, has_no_target, resolve_loss
 
 
 class Once:
@@ -77,7 +78,8 @@ def batch_size_and_tokens(
 
     Any other batch of tensors (other names, nested fields) has no tokens, and as many samples as the first dimension
     that its tensors share. Where they share none, but its fields are lists of one length, that counts; otherwise the
-    first tensor, and `once` is told so. A batch without tensors is one sample of one token.
+    first tensor, and `once` is told so. An array of NumPy's counts like a tensor. A batch without either is one sample
+    of one token.
     """
     counted: Any = None
     mask: Any = None
@@ -90,9 +92,10 @@ def batch_size_and_tokens(
         mask = batch.get("attention_mask")
     elif isinstance(batch, (tuple, list)) and batch:
         counted = batch[0]
-    if not isinstance(counted, Tensor) or counted.ndim == 0:
+    counted, mask = as_tensor(counted), as_tensor(mask)
+    if counted is None or counted.ndim == 0:
         return _count_any(batch, once)
-    if counted.ndim > 1 and isinstance(mask, Tensor):
+    if counted.ndim > 1 and mask is not None:
         return counted.shape[0], mask.sum(dtype=torch.int64)
     return counted.shape[0], counted.numel() if by_name or _are_ids(counted) else 0
 
@@ -125,7 +128,7 @@ def _count_any(batch: Any, once: Callable[[str, str], None]) -> tuple[int, int]:
 
 
 def _first_dimensions(value: Any) -> Iterator[int]:
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim:
             yield value.shape[0]
     elif isinstance(value, PackedSequence):
@@ -250,9 +253,10 @@ class Forward:
             return (), keywords
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
             return (batch[0], batch[1]) if self._takes_second else (batch[0],), {}
+        length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise ModelError(
-            f"a batch must be a mapping of forward's arguments or a tuple or list of at least two, not "
-            f"{type(batch).__name__}: check the collate function of the data loader"
+            f"a batch must be a mapping of forward's arguments or a tuple or list of at least two, not a "
+            f"{type(batch).__name__}{length}: check the collate function of the data loader"
         )
 
     def _refuse(self, batch: Any) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtronic.errors import ModelError
 from speedtronic.ranks import Group
 from speedtronic.trainer.loss import MeanLoss
 from speedtronic.trainer.profiling import phase
@@ -39,6 +40,9 @@ def accumulate(
 
     Returns:
         The loss of the update, which is the weighted mean of the losses: a detached 0-dim tensor on the device.
+
+    Raises:
+        ModelError: a loss has no gradient.
     """
     expected = len(batches) * group.size if targets is None else max(1, group.reduce(sum(targets)))
     weights: list[int | Tensor] = [1] * len(batches) if targets is None else list(targets)
@@ -52,6 +56,12 @@ def accumulate(
             weights[number], counts_differ = weight if targets[number] else int(weight), True
         weight = weights[number]
         if isinstance(weight, Tensor) or weight:
+            if not loss.requires_grad or loss.is_complex():
+                raise ModelError(
+                    f"the loss ({loss.dtype}) has no gradient: it was detached or computed without gradients, it is "
+                    "made of integers or complex numbers, or every weight behind it is frozen; return a real loss that "
+                    "is computed from what the model returned"
+                )
             # A mean over n of N values, times n / N, is their part of the mean over all N.
             loss = loss / (expected / weight)
             # Backward at once, so that the graph of only one micro batch is alive.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,19 +53,30 @@ _REMEDY = (
 )
 
 
+def as_tensor(value: Any) -> Tensor | None:
+    """A tensor itself, and a copy of an array of numbers; None for anything else."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        # Torch wants the bytes in the order of this machine.
+        return torch.tensor(value.astype(value.dtype.newbyteorder("=")))
+    return value if isinstance(value, Tensor) else None
+
+
 def batch_labels(batch: Any) -> Tensor | None:
-    """The labels of a batch: a mapping's first tensor under one of `LABELS`, the second field of a tuple or list."""
+    """The labels of a batch: a mapping's first tensor under one of `LABELS`, the second field of a tuple or list.
+
+    An array of NumPy's counts as a tensor on the CPU.
+    """
     if isinstance(batch, Mapping):
         labels = batch.get(_labels_key(batch))
     elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
         labels = batch[1]
     else:
         labels = None
-    return labels if isinstance(labels, Tensor) else None
+    return as_tensor(labels)
 
 
 def _labels_key(batch: Mapping[Any, Any]) -> str:
-    return next((key for key in LABELS if isinstance(batch.get(key), Tensor)), LABELS[0])
+    return next((key for key in LABELS if as_tensor(batch.get(key)) is not None), LABELS[0])
 
 
 def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *, warn: Warn | None = None) -> MeanLoss:
@@ -86,7 +98,7 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
     not one value for each label, weighs as much as it has values.
 
     Raises:
-        ModelError: no rule finds a loss in `output`.
+        ModelError: no rule finds a loss in `output`, or the loss has no value where the batch has targets.
         DataError: there are logits but no integer labels to compare them with.
         ValueError: the labels do not fit the logits.
     """
@@ -98,7 +110,13 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
     if loss.ndim == 0:
         return MeanLoss(loss)
     labels = batch_labels(batch)
-    orders = [] if labels is None or labels.dtype not in _SIGNED else _orders(loss, labels != IGNORE_INDEX)
+    targets = None if labels is None or labels.dtype not in _SIGNED else (labels != IGNORE_INDEX).to(loss.device)
+    if loss.numel() == 0:
+        # Only the losses of the targets were returned, and there is none.
+        if targets is not None and not targets.any():
+            return MeanLoss(loss.sum())
+        raise ModelError(f"the loss has the shape {tuple(loss.shape)}, so it has no value, and its mean would be NaN")
+    orders = [] if targets is None else _orders(loss, targets)
     if orders:
         if loss_fn is not None and len(orders) == 1 and loss.numel() == loss.shape[0]:
             return _mean_over_samples(loss, orders[0], warn)
@@ -106,12 +124,14 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
     # One value for each sample is a mean of its own; more than that are values of tokens. `doubt_about` is for a
     # tensor that the model returned as it is.
     meant_as_loss = loss_fn is not None or isinstance(output, Mapping)
-    of_tokens = labels is not None and labels.ndim > 1 and loss.numel() > labels.shape[0]
-    if warn is not None and labels is not None and meant_as_loss and of_tokens:
+    if warn is not None and targets is not None and meant_as_loss and targets.ndim > 1 and loss.numel() > len(targets):
+        # As many values as targets are those of the targets alone, unless one is 0, as at an ignored label.
+        ignored = ~targets.all() & ((targets.sum() != loss.numel()) | (loss.detach() == 0).any())
         warn(
             "mean of a loss",
-            f"the loss has shape {tuple(loss.shape)} and the labels {tuple(labels.shape)}, so it is averaged over "
+            f"the loss has shape {tuple(loss.shape)} and the labels {tuple(targets.shape)}, so it is averaged over "
             f"all its values, those of labels of {IGNORE_INDEX} too; return a scalar, or one value for each label",
+            ignored,
         )
     own = labels is not None and labels.ndim > 0 and loss.numel() != labels.numel() and len(loss) == len(labels)
     return MeanLoss(loss.mean(), loss.numel() if own else None)

@@ -123,7 +123,7 @@ class TrainerState:
             self.batches.load_state_dict(state["data"])
         # Last, so that nothing above moves the random numbers of the resumed run.
         if state.get("rng") is not None:
-            restore_rng_state(state["rng"])
+            restore_rng_state(state["rng"], warn=run.logger.warning)
 
     def start_average(self, run: Run) -> None:
         """Start the average of the weights where `optimizer.ema` is on, unless there is one of these very weights."""

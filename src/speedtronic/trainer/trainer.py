@@ -117,7 +117,7 @@ class Trainer:
         self.logger = logger or MetricLogger(
             level=self.config.logging.level, every_steps=self.config.logging.every_steps or 1
         )
-        self.precision = precision or resolve_precision(self.config.precision, self.device)
+        self.precision = precision or resolve_precision(self.config.precision, self.device, warn=self.logger.warning)
         self.checkpoint_manager = checkpoint_manager
         self.coordinator = coordinator
         self.max_steps = (

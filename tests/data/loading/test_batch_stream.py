@@ -23,7 +23,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def batch_stream(loader: Any) -> BatchStream:
-    return BatchStream(loader, capture_rng=capture_rng, restore_rng=restore_rng)
+    return BatchStream(loader, capture_rng=capture_rng, restore_rng=restore_rng, warn=lambda _: None)
 
 
 class Augmented(Dataset[torch.Tensor]):

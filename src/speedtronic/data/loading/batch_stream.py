@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -16,10 +15,9 @@ from speedtronic.data.loading.iterable_loader import StreamLoader
 from speedtronic.data.loading.loader import TokenLoader
 from speedtronic.data.loading.streams import check_order, order_of, restores_exactly, streams_in
 from speedtronic.data.loading.workers import type_name, worker_exits
-from speedtronic.errors import DataError
+from speedtronic.errors import DataError, warn
 
 _END = object()
-_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -91,7 +89,7 @@ class BatchStream:
         loader: any iterable of batches.
         capture_rng: returns the state of all global random number generators, as a tree that a checkpoint can hold.
         restore_rng: restores such a state.
-        warn: is called when an epoch has to be read again.
+        warn: is called when an epoch has to be read again, and by one of our own loaders from now on.
 
     Raises:
         DataError: `loader` cannot be iterated.
@@ -103,7 +101,7 @@ class BatchStream:
         *,
         capture_rng: Callable[[], dict[str, Any]],
         restore_rng: Callable[[dict[str, Any]], None],
-        warn: Callable[[str], None] = _log.warning,
+        warn: Callable[[str], None] = warn,
     ) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise DataError(
@@ -117,6 +115,8 @@ class BatchStream:
         # Our own loaders know which of their datasets to trust, and tell them the epoch, in their workers too. What
         # another loader says of its position is worth as much as what its dataset says.
         ours = isinstance(loader, TokenLoader | StreamLoader)
+        if isinstance(loader, TokenLoader | StreamLoader):
+            loader.warn = warn
         trusted = ours or restores_exactly(getattr(loader, "dataset", None))
         self._stateful = loader if isinstance(loader, StatefulLoader) and trusted else None
         self._epoch_aware = [] if ours else epoch_aware_parts_of_loader(loader)

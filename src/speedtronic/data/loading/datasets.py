@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import ByteText, check_text_file, read_text
 from speedtronic.data.tokenizers.base import IdArray, Tokenizer, encode_pieces
 from speedtronic.data.tokenizers.chars import CharTokenizer
-from speedtronic.errors import DataError
+from speedtronic.errors import DataError, warn
 
 Indices = Sequence[int] | npt.NDArray[np.int64]
 
@@ -225,6 +225,7 @@ class TextFileTokenDataset(_BlockDataset):
         block_size: T, tokens per sample.
         tokenizer: None for `CharTokenizer(vocab_size)`.
         vocab_size: ids that the byte tokenizer may use, when `tokenizer` is None.
+        warn: told where the cache cannot be written.
 
     Raises:
         DataError: a missing, empty or unreadable file, or a folder; text shorter than a block; invalid UTF-8,
@@ -238,6 +239,8 @@ class TextFileTokenDataset(_BlockDataset):
         block_size: int,
         tokenizer: Tokenizer | None = None,
         vocab_size: int = 256,
+        *,
+        warn: Callable[[str], None] = warn,
     ) -> None:
         self.path = Path(path).absolute()
         self.tokenizer: Tokenizer = CharTokenizer(vocab_size) if tokenizer is None else tokenizer
@@ -245,7 +248,7 @@ class TextFileTokenDataset(_BlockDataset):
         if type(self.tokenizer) is CharTokenizer:
             sequence = ByteText(self.path, self.tokenizer)
         elif hasattr(self.tokenizer, "spec"):
-            sequence = cached_tokens(self.path, self.tokenizer)
+            sequence = cached_tokens(self.path, self.tokenizer, warn=warn)
         else:
             check_text_file(self.path)
             sequence = _TokensInMemory(np.concatenate(list(encode_pieces(self.tokenizer, read_text(self.path)))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
@@ -17,9 +16,7 @@ from speedtronic.data.loading.loader import Collate, Fingerprinted
 from speedtronic.data.loading.sampler import GlobalBatch, derive_seed
 from speedtronic.data.loading.streams import check_order, give_own_epoch, order_of, restores_exactly
 from speedtronic.data.loading.workers import BatchMaker, Fetcher, OwnGenerators, blame, seed_generators, type_name
-from speedtronic.errors import DataError
-
-_log = logging.getLogger(__name__)
+from speedtronic.errors import DataError, warn
 
 _DIVIDED_DIFFERENTLY = (
     "; the epoch is divided differently than before, so until it ends some items may come twice and others not at all"
@@ -80,6 +77,9 @@ class StreamLoader:
     shuffle buffer, which its state does not hold. It is recognised by its `fingerprint` if it has one, otherwise by its
     type.
 
+    Attributes:
+        warn: told where a saved position is not continued exactly, or by reading again. A run sets it.
+
     Args:
         dataset: an `IterableDataset`, or anything that starts over with every `iter`; must pickle unless workers
             are forked.
@@ -117,6 +117,7 @@ class StreamLoader:
                 f"{type_name(dataset)} is an iterator, which can be read only once; give a dataset whose __iter__ "
                 f"starts over for each epoch"
             )
+        self.warn: Callable[[str], None] = warn
         self.dataset = dataset
         self.fingerprint = dataset.fingerprint if isinstance(dataset, Fingerprinted) else type_name(dataset)
         self._seed = seed
@@ -213,7 +214,7 @@ class StreamLoader:
         if state["batches"]:
             check_order(self.dataset, state.get("order"))
         if state["seed"] != self._seed:
-            _log.warning("the random numbers that the dataset draws have changed (data.seed)")
+            self.warn("the random numbers that the dataset draws have changed (data.seed)")
         self._shards_itself = bool(state["shards_itself"])
         epoch, items = int(state["epoch"]), int(state["batches"] * state["batch_size"] * state["world_size"])
         number, rest = divmod(items, self._global_batch.size)
@@ -227,13 +228,10 @@ class StreamLoader:
                 (self._position.workers, self._global_batch.world_size),
             )
             same_division = rest == 0 and (not self._shards_itself or then == now)
-            _log.warning(
-                "%s %s: reading the first %d batches of epoch %d again to continue after them%s",
-                type_name(self.dataset),
-                "cannot continue at its own position" if knows_its_position else "keeps no position of its own",
-                number,
-                epoch,
-                "" if same_division else _DIVIDED_DIFFERENTLY,
+            why = "cannot continue at its own position" if knows_its_position else "keeps no position of its own"
+            self.warn(
+                f"{type_name(self.dataset)} {why}: reading the first {number} batches of epoch {epoch} again to "
+                f"continue after them{'' if same_division else _DIVIDED_DIFFERENTLY}"
             )
         self._seek(epoch, number, position)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,9 +12,7 @@ from speedtronic.data.loading.datasets import TokenDataset
 from speedtronic.data.loading.epochs import epoch_aware_parts, knows_epoch, tell
 from speedtronic.data.loading.sampler import BatchIndices, BatchSampler, GlobalBatch, SampleOrder, derive_seed
 from speedtronic.data.loading.workers import BatchMaker, Fetcher, blame, generators_kept, seed_generators, type_name
-from speedtronic.errors import DataError
-
-_log = logging.getLogger(__name__)
+from speedtronic.errors import DataError, warn
 
 _SHOWN = 8  # indices in a message
 
@@ -48,6 +45,9 @@ class TokenLoader:
     Ranks that read one dataset together divide its order into global batches of world_size · B samples, B for each
     rank. They divide the last, shorter one as evenly as possible, so that each sample comes once. The position counts
     the samples of all ranks: every rank can be restored from the position of rank 0, also with another `world_size`.
+
+    Attributes:
+        warn: told where a saved position is continued in another order. A run sets it.
 
     Args:
         dataset: anything with a length and samples at 0 … len − 1; must pickle unless workers are forked.
@@ -91,6 +91,7 @@ class TokenLoader:
                 f"{type_name(dataset)} has no length, so it has no seekable order; a dataset that can only be iterated "
                 f"must be a torch.utils.data.IterableDataset"
             )
+        self.warn: Callable[[str], None] = warn
         self.dataset = dataset
         self.fingerprint = _fingerprint(dataset, len(dataset))
         # The sampler is an object of its own, since torch's loader keeps it: a reference back to this object would
@@ -174,10 +175,10 @@ class TokenLoader:
             )
         changed = [name for name in ("seed", "shuffle") if state[name] != self.state_dict()[name]]
         if changed:
-            _log.warning(
-                "the order of the data has changed (%s): until the epoch ends some samples may come twice and "
-                "others not at all",
-                ", ".join(f"data.{name}" for name in changed),
+            keys = ", ".join(f"data.{name}" for name in changed)
+            self.warn(
+                f"the order of the data has changed ({keys}): until the epoch ends some samples may come twice and "
+                "others not at all"
             )
         self._seek(int(state["epoch"]), int(state["samples"]))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from weakref import finalize
 
@@ -19,9 +19,7 @@ from speedtronic.data.tokenizers.base import Tokenizer, encode_texts, spec_finge
 from speedtronic.data.tokenizers.chunking import cut_rule
 from speedtronic.durable.files import FileSystem
 from speedtronic.durable.folders import recover
-from speedtronic.errors import DataError
-
-_log = logging.getLogger(__name__)
+from speedtronic.errors import DataError, warn
 
 
 def cache_folder() -> Path:
@@ -40,11 +38,13 @@ def cache_folder() -> Path:
         raise OSError(str(error)) from error
 
 
-def cached_tokens(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES) -> ShardSet:
+def cached_tokens(
+    path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BYTES, warn: Callable[[str], None] = warn
+) -> ShardSet:
     """The tokens of a text file. It is encoded once, as one text, and found again by content and tokenizer.
 
     The file is streamed in pieces of `unit_bytes`, unless the tokenizer allows no cut. Where the cache cannot be
-    written, the tokens lie in a temporary folder for as long as they are used, and a warning says so.
+    written, the tokens lie in a temporary folder for as long as they are used, and `warn` is told.
 
     Raises:
         DataError: the file cannot be used, is not UTF-8, does not fit the tokenizer; or the folder that
@@ -62,7 +62,7 @@ def cached_tokens(path: Path, tokenizer: Tokenizer, *, unit_bytes: int = UNIT_BY
         remedy = "set SPEEDTRONIC_CACHE to a folder that can be written"
         if os.environ.get("SPEEDTRONIC_CACHE"):
             raise DataError(f"{problem}; {remedy}") from error
-    _log.warning(f"{problem}; it is encoded again by each run; {remedy}")
+    warn(f"{problem}; it is encoded again by each run; {remedy}")
     try:
         return _temporary_tokens(path, tokenizer, unit_bytes)
     except OSError as error:
