@@ -69,7 +69,11 @@ IMPORT_SITES = {
     ("distributed/__init__.py", "__getattr__"): "a table in the same file",
     ("registry.py", "_load"): "what a program registered a model as, which is code already",
     ("runtime.py", "import_plugins"): "plugins in the configuration, which its user wrote",
-    ("registry.py", "import_factory"): "data.dataset, loss and callbacks in the configuration, which its user wrote",
+    (
+        "registry.py",
+        "import_factory",
+    ): "data.dataset, loss, metrics and callbacks in the configuration, which its user wrote",
+    ("evaluation/lm_eval_tasks.py", "_import"): "modules of lm-eval that the same file names",
 }
 
 

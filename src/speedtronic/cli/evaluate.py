@@ -8,14 +8,11 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speedtronic.cli import output
 from speedtronic.cli.arguments import FoundCheckpoints, add_run_arguments, find_checkpoints
-from speedtronic.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from speedtronic.config import SpeedtronicConfig
+from speedtronic.errors import ConfigError
 
 _OF_TASKS = ("include_path", "limit", "num_fewshot", "batch_size")
 _SHOWN_LAST = ("targets", "batches", "duration_s")
@@ -25,10 +22,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "eval",
         help="measure a checkpoint on held-out data, or on standard tasks",
-        description="Evaluate the newest checkpoint of a run by the eval section of its configuration: the loss and the "
-        "metrics on the held-out part and on eval.sets, and texts of eval.samples. Where the run kept an average of the "
-        "weights (optimizer.ema), the average is evaluated. With --tasks, tasks of lm-eval run instead; they need a "
-        "language model with its tokenizer, and speedtronic[lm-eval].",
+        description="Evaluate the newest checkpoint of a run by the eval section of its configuration: the loss and "
+        "the metrics on the held-out part and on eval.sets, and texts of eval.samples. Where the run kept an average "
+        "of the weights (optimizer.ema), the average is evaluated. With --tasks, tasks of lm-eval run instead; they "
+        "need a language model with its tokenizer, and speedtronic[lm-eval].",
     )
     add_run_arguments(parser, best=True)
     parser.set_defaults(settable=("",), run=run)
@@ -55,10 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = find_checkpoints(args)
     import_plugins(found.config.plugins, found.folder)
-    if tasks:
-        result = _run_tasks(args, found, tasks)
-    else:
-        result = _evaluate(args, found)
+    result = _run_tasks(args, found, tasks) if tasks else _evaluate(args, found)
     if args.json:
         output.write(json.dumps(_strict(result), indent=2) + "\n")
         return 0
@@ -78,23 +72,18 @@ def _evaluate(args: argparse.Namespace, found: FoundCheckpoints) -> dict[str, An
     from speedtronic.metrics import MetricLogger
     from speedtronic.runtime import evaluate_from_config
 
+    if not found.has_config:
+        # Code and files that a checkpoint names are not to be used: it may come from anywhere.
+        raise ConfigError(
+            f"{found.path}: no configuration of a run lies above it, and what data a checkpoint names is not read; "
+            f"name the YAML it was trained with: CONFIG checkpoint.directory={found.path.absolute()}"
+        )
     state = load_state(found.path, best=args.best)
     with MetricLogger(level="WARNING", stream=sys.stderr, progress="off") as logger:
-        numbers = evaluate_from_config(_config(found, state), state, device=args.device, logger=logger)
+        numbers = evaluate_from_config(found.config, state, device=args.device, logger=logger)
     own = {key: value for key, value in numbers.items() if key not in ("set", "sets", "samples")}
     result = {"step": state["step"], "sets": {numbers["set"]: own, **numbers.get("sets", {})}}
     return result | ({"samples": numbers["samples"]} if "samples" in numbers else {})
-
-
-def _config(found: FoundCheckpoints, state: Mapping[str, Any]) -> SpeedtronicConfig:
-    """The run's configuration as its folder or YAML has it, or else as the checkpoint has it."""
-    from speedtronic.config import load_config
-
-    if found.has_config:
-        return found.config
-    if not state.get("config"):
-        raise CheckpointError(f"{found.path}: this checkpoint has no configuration; name the YAML it was trained with")
-    return load_config(state["config"], found.overrides)
 
 
 def _run_tasks(args: argparse.Namespace, found: FoundCheckpoints, tasks: list[str]) -> dict[str, Any]:

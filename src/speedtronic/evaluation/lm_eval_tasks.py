@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,11 @@ def run_tasks(
     for task, values in found["results"].items():
         # A key is `metric,filter`; the filter of most tasks is none.
         named = {key.removesuffix(",none"): value for key, value in values.items()}
-        numbers[task] = {key: float(value) for key, value in named.items() if type(value) in (int, float)}
+        numbers[task] = {
+            key: int(value) if isinstance(value, Integral) else float(value)
+            for key, value in named.items()
+            if isinstance(value, Real)
+        }
     return numbers
 
 

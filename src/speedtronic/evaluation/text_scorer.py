@@ -33,7 +33,7 @@ class TextScorer:
     it as fits.
 
     Args:
-        generator: the model with its tokenizer. A text begins after the token that ends documents.
+        generator: the model with its tokenizer. What has no context comes after the token that ends documents.
         batch_size: texts in one forward pass.
     """
 
@@ -56,13 +56,12 @@ class TextScorer:
             before = self._tokenizer.encode(stripped)
             whole = self._tokenizer.encode(context + continuation)
             # A tokenizer may join the last characters of the context with those that follow. Then these are scored too.
-            requests.append((whole, len(before)))
-        return self._score([self._begun(tokens, first) for tokens, first in requests])
+            requests.append((whole, len(before)) if before else self._begun(whole))
+        return self._score(requests)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """The log-probability of each whole text, in nats."""
-        requests = [self._begun(self._tokenizer.encode(text), 0) for text in texts]
-        return [total for total, _ in self._score(requests)]
+        return [total for total, _ in self._score([self._begun(self._tokenizer.encode(text)) for text in texts])]
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """What the model writes after each context, up to the first of some texts that end it.
@@ -93,9 +92,9 @@ class TextScorer:
                     written[number] = text
         return written
 
-    def _begun(self, tokens: list[int], first: int) -> tuple[list[int], int]:
-        """Tokens after the one that begins a text, and the place of the first that is scored."""
-        return [self._tokenizer.separator_id, *tokens], first + 1
+    def _begun(self, tokens: list[int]) -> tuple[list[int], int]:
+        """A whole text after the token that ends documents, and the place of its first token."""
+        return [self._tokenizer.separator_id, *tokens], 1
 
     def _score(self, requests: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         windows = [window for number, request in enumerate(requests) for window in self._windows(number, *request)]
