@@ -13,11 +13,12 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo diloco-demo test test-slow test-all test-stores check lint docs bench torture diloco-torture diloco-campaign clean
 
-demo: $(READY)  ## train the quickstart model on Python's own library and let it write
+demo: $(READY)  ## train the quickstart model on Python's own library, let it write, and draw its report
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
 	$(BIN)/speedtronic train examples/quickstart.yaml --overwrite
 	$(BIN)/speedtronic generate examples/quickstart.yaml --prompt "def " --max-tokens 400 --seed 5
-	@printf '%s\n' '' 'Next, after `source $(BIN)/activate`:' \
+	$(BIN)/speedtronic report runs/quickstart
+	@printf '%s\n' '' 'Open runs/quickstart/report.html in a browser to see the run. Next, after `source $(BIN)/activate`:' \
 	  '  speedtronic generate examples/quickstart.yaml --prompt "class " --temperature 0.7' \
 	  '  speedtronic train examples/quickstart.yaml run.max_steps=3000 --resume' \
 	  '  speedtronic train examples/shakespeare_char.yaml data.text_path=FILE.txt' \

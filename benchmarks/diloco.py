@@ -272,12 +272,12 @@ def at_scale(nodes: int, versions: int, versions_a_round: int) -> Record:
         assert master.head is not None
         manifests.append(len(master.head.to_bytes()))
         # A follower, who knows the version before: the weights are not counted, which are the same at any scale.
-        requests, received = traffic.of(find_head(known))
+        requests, received = traffic.of(find_head(known, beside=False))
         followed.append(received)
         asked.append(requests)
         known = master.head
     idle_master, _ = traffic.of(master.poll())
-    idle_follower, _ = traffic.of(find_head(known))
+    idle_follower, _ = traffic.of(find_head(known, beside=False))
     new, _ = traffic.of(find_head(None))
     return {
         "manifest": manifests[-1],

@@ -38,6 +38,8 @@ MODULES = (
     "speedtronic.distributed",
     "speedtronic.evaluation",
     "speedtronic.generation",
+    "speedtronic.runs",
+    "speedtronic.report",
     "speedtronic.errors",
     "speedtronic.cli",
 )

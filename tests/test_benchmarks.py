@@ -43,6 +43,13 @@ def test_the_start_of_a_run_is_compared_with_the_same_steps_by_hand() -> None:
     assert all(0 < ratio < 2 for ratio in record["ratios"].values())
 
 
+def test_a_report_of_a_short_log_is_measured() -> None:
+    (record,) = records("report.py", "--steps", "1000")
+    assert record["steps"] == 1000
+    assert 100_000 < record["page_bytes"] < 3e6
+    assert record["cpu_s"] > 0
+
+
 @pytest.mark.slow
 def test_a_short_run_is_as_fast_with_tune_as_without() -> None:
     (record,) = records("tune.py", "--whole", "--runs", "tiny, short", "--rounds", "1")
@@ -173,3 +180,11 @@ def plain_diloco(ablation: ModuleType, seed: int, rounds: int, characters: str) 
         outer.step()
     with torch.no_grad():
         return float(ablation.loss_of(shared, text.held_out))
+
+
+@pytest.mark.slow
+def test_each_cell_of_out_of_order_backprop_that_a_cpu_has_is_measured() -> None:
+    sizes = ("--widths", "16", "--rows", "4", "--layers", "3", "--rounds", "1", "--steps", "2")
+    (record,) = records("out_of_order.py", "--device", "cpu", *sizes)
+    assert record["cells"].keys() == {"eager, off", "eager, same stream", "compile, off"}
+    assert all(cell["ms"] > 0 and cell["speed"] <= 1.5 for cell in record["cells"].values())

@@ -204,7 +204,6 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "distributed.outer: sparse_loco": {"distributed": {**NODE, "outer": "sparse_loco"}},
     "distributed.trusted_nodes": {"distributed": {**NODE, "trusted_nodes": ["ab"]}},
     "distributed.robust": {"distributed": {**NODE, "robust": "clip"}},
-    "ooo_backprop": {"ooo_backprop": True},
     "precision.mode: fp8": {"precision": {"mode": "fp8"}},
     "logging.trackers": {"logging": {"trackers": ["wandb"]}},
 }
@@ -219,7 +218,7 @@ def test_what_is_not_built_yet_is_refused_by_name_and_never_ignored(tmp_path: Pa
 
 def test_all_refusals_come_at_once(tmp_path: Path) -> None:
     with pytest.raises(NotBuiltError) as caught:
-        build_runtime(tiny(tmp_path, ooo_backprop=True, distributed={**NODE, "robust": "clip"}))
+        build_runtime(tiny(tmp_path, precision="fp8", distributed={**NODE, "robust": "clip"}))
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -679,7 +678,7 @@ def test_a_jsonl_run_has_one_strict_object_per_line(tmp_path: Path) -> None:
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line) for line in lines]
     assert [event["event"] for event in events if event["event"] == "train_step"] == ["train_step"] * 4
-    assert [event["event"] for event in events[:2]] == ["shape_profile", "train_start"]
+    assert [event["event"] for event in events[:3]] == ["environment", "shape_profile", "train_start"]
     assert events[-1]["event"] == "train_end"
     assert all({"elapsed_s", "time"} <= event.keys() for event in events)
 
@@ -883,7 +882,7 @@ def test_build_runtime_validates_the_startup_shapes_and_fit_does_not_again(
         trainer.fit()
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     events = [json.loads(line)["event"] for line in lines]
-    assert events[:3] == ["shape_warning", "shape_profile", "train_start"]
+    assert events[:4] == ["environment", "shape_warning", "shape_profile", "train_start"]
     assert events.count("shape_warning") == events.count("shape_profile") == 1
 
 

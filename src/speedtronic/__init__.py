@@ -14,6 +14,7 @@ __version__ = "3.0.0.dev0"
 
 # For type checkers and editors; `_EXPORTS` says the same to the interpreter.
 if TYPE_CHECKING:
+    from speedtronic import runs as runs
     from speedtronic.config import CheckpointConfig as CheckpointConfig
     from speedtronic.config import Config as Config
     from speedtronic.config import ConfigError as ConfigError
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from speedtronic.runtime import build_runtime as build_runtime
     from speedtronic.runtime import seed_everything as seed_everything
     from speedtronic.runtime import train_from_config as train_from_config
+    from speedtronic.scheduling import StageInfo as StageInfo
+    from speedtronic.scheduling import StageStreamScheduler as StageStreamScheduler
     from speedtronic.shapes import ShapeProfile as ShapeProfile
     from speedtronic.shapes import ShapeReport as ShapeReport
     from speedtronic.shapes import ShapeWarning as ShapeWarning
@@ -91,15 +94,20 @@ _EXPORTS = {
     ),
     "registry": ("ModelRegistry", "build_model", "register_model", "registry"),
     "runtime": ("build_runtime", "seed_everything", "train_from_config"),
+    "scheduling": ("StageInfo", "StageStreamScheduler"),
     "shapes": ("ShapeProfile", "ShapeReport", "ShapeWarning", "resolve_shape_profile", "validate_startup_shapes"),
     "trainer": ("SpeedtronicTrainer", "SyncCoordinator", "Trainer", "TrainResult", "TrainingEngine"),
 }
 _MODULE_OF = {name: f"speedtronic.{module}" for module, names in _EXPORTS.items() for name in names}
 
+_MODULES = frozenset({"runs"})  # that `import speedtronic` alone makes usable, when they are first used
+
 __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"speedtronic.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'speedtronic' has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)

@@ -350,7 +350,13 @@ def generator_from_weights(
             "data.shards or data.text_path, with data.tokenizer, to what they were trained on"
         )
     model = build_model(config)
-    load_initial_weights(model, weights, strict=config.run.init_strict, warn=warn)
+    load_initial_weights(
+        model,
+        weights,
+        strict=config.run.init_strict,
+        warn=warn,
+        advice="Name the YAML, or the folder of the run, that they were trained with, or give its model.… keys too",
+    )
     return _generator(model, tokenizer, config, None, device)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -164,3 +166,15 @@ def _can_run(mode: Mode, device: torch.device) -> bool:
 def _cuda_computes_bf16() -> bool:
     # Older GPUs emulate bfloat16, which is slower than float32.
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def processor_name() -> str:
+    """The model of the processor, as far as the system says it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:  # other systems have no such file
+        pass
+    return platform.processor() or platform.machine()

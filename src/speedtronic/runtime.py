@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import platform
 import random
 import re
 import sys
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from speedtronic import __version__
 from speedtronic.checkpoint import CheckpointManager, RunLock
 from speedtronic.checkpoint.export.llama import hidden_differences, reference_names
 from speedtronic.checkpoint.initial_weights import load_initial_weights
@@ -48,7 +50,7 @@ from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.optimizers.schedules import wsd_decay_steps
-from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
+from speedtronic.precision import PrecisionPlan, processor_name, resolve_device, resolve_precision
 from speedtronic.registry import build_model, import_factory, registry
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
@@ -173,6 +175,7 @@ def _build(
         precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
         if settings.data.plain() != given.data.plain():
             data = _build_data(settings, target_device, logger)
+    logger.emit("environment", _environment(target_device))
     shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
     optimizer = build_optimizer(model, settings, target_device, warn=logger.warning)
     profiler = []
@@ -205,6 +208,14 @@ def _build(
         _resume(trainer, saved, settings)
         logger.info(f"resumed at step {trainer.step} from {manager.loaded_path}")
     return trainer, manager
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """What a run's numbers may depend on besides its configuration."""
+    versions = {"speedtronic": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    machine = {"device": name, "processor": processor_name(), "cores": str(os.cpu_count())}
+    return {**versions, "system": platform.platform(terse=True), **machine, "threads": str(torch.get_num_threads())}
 
 
 def _plan(

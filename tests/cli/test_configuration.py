@@ -100,7 +100,7 @@ def test_validate_refuses_what_train_refuses_with_the_same_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = {
-        "not built": "ooo_backprop: true\ndistributed: {enabled: true, repo_id: 'dir:///x', codec: int4}\n",
+        "not built": "precision: fp8\ndistributed: {enabled: true, repo_id: 'dir:///x', codec: int4}\n",
         "too long": "model: {max_seq_len: 16}\ndata: {block_size: 32}\n",
         "nothing held out": "eval: {every_steps: 2}\ndata: {validation_fraction: 0}\n",
         "no source": "data: {synthetic: false}\n",

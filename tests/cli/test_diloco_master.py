@@ -202,7 +202,9 @@ def test_a_master_ends_when_the_versions_contain_the_steps_of_all_nodes(
 
 
 def test_until_names_a_step(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--until must be at least 1, not 0" in refused_master(capsys, config, "--until", 0)
+    for word in ("0", "x", "2.5"):
+        said = refused_master(capsys, config, "--until", word)
+        assert said == f"error: --until must be a whole number of steps, at least 1, not {word}\n"
 
 
 def mark_at(step: int, silent: float) -> NodeMark:

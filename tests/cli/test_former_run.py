@@ -151,7 +151,7 @@ def test_the_configuration_may_ask_to_resume(tmp_path: Path) -> None:
 def test_what_is_refused_moves_nothing(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     assert main(["train", config]) == 0
-    for word in ("ooo_backprop=true", "plugins=[no_such_module]"):
+    for word in ("precision.mode=fp8", "plugins=[no_such_module]"):
         assert main(["train", config, "--overwrite", word]) == 2
     assert [path.name for path in tmp_path.glob("run*")] == ["run"]
 

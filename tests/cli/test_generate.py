@@ -295,6 +295,7 @@ def test_the_folder_of_a_run_names_the_model_of_weights_too(
         (["--weights", "gone.safetensors"], "gone.safetensors: no such file"),
         (["--weights", "text.txt"], "text.txt"),
         (["--weights", "pulled.safetensors", "model.d_model=16"], "these weights are not those of this model"),
+        (["--weights", "pulled.safetensors", "model.d_model=16"], "Name the YAML, or the folder of the run, that they"),
         (["--weights", "pulled.safetensors", "data.text_path=gone.txt"], "gone.txt"),
         (
             ["--weights", "pulled.safetensors", "data.text_path=null", "data.tokenizer=bytes"],

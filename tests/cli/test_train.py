@@ -103,7 +103,7 @@ def test_a_text_that_another_working_folder_does_not_have_is_said_where_it_was_l
         (["train", "CONFIG", "--device", "cuda:77"], "cuda"),
         (["train", "CONFIG", "data.micro_batchsize=2"], "data.micro_batch_size"),
         (["train", "CONFIG", "data.text_path=no/such/text.txt"], "no/such/text.txt"),
-        (["train", "CONFIG", "ooo_backprop=true"], "ooo_backprop"),
+        (["train", "CONFIG", "precision.mode=fp8"], "fp8"),
         (["train", "CONFIG", "--max-steps", "0"], "run.max_steps"),
         (["train", "CONFIG", "plugins=[no_such_module]"], "no_such_module"),
     ],

@@ -23,6 +23,7 @@ from speedtronic.distributed.outer import MasterOuterLoop
 from speedtronic.distributed.protocol import DELTAS
 from speedtronic.distributed.schema import Schema, snapshot
 from speedtronic.distributed.stores.base import REQUEST_TIMEOUT, Store
+from speedtronic.distributed.stores.folder import FolderStore
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import CheckpointError, RunLockedError, StoreRefusedError, StoreUnavailableError
 from speedtronic.trainer import Trainer
@@ -464,6 +465,25 @@ def test_a_master_beside_a_node_makes_no_version_in_the_empty_folder_of_a_mount(
     again.log.wait_for_word("is the folder mounted", "WARNING")
     again.coordinator.stop()
     assert bare.list_after("").entries == ()
+
+
+@pytest.mark.parametrize("role", ["worker", "master"])
+def test_a_node_that_knows_its_store_makes_nothing_where_the_store_is_away(
+    world: World, tmp_path: Path, role: str
+) -> None:
+    folder, mounted = tmp_path / "store", tmp_path / "mounted"
+    master_of(FolderStore(folder)).sync_once()
+    run = world.node(store=FolderStore(folder)).start()
+    run.train(2)
+    run.coordinator.stop()
+    folder.rename(mounted)
+    again = world.node(role=role, store=FolderStore(folder), log=Listening(), start_wait=0.1, poll_interval=0.05)
+    again.coordinator.start()
+    again.log.wait_for_word("is the folder mounted", "WARNING")
+    assert not folder.exists()
+    mounted.rename(folder)
+    again.train_until(lambda: again.coordinator.last_global_step > 0)
+    again.coordinator.stop()
 
 
 def test_a_stop_keeps_its_timeout_and_the_rest_is_sent_at_the_next_start(world: World) -> None:

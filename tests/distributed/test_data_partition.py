@@ -11,7 +11,10 @@ import pytest
 from speedtronic.config import DistributedConfig
 from speedtronic.distributed.data_partition import DataPartition, claim_place, data_partition_of
 from speedtronic.distributed.identity import NodeLock, node_folder
+from speedtronic.distributed.ledger import LEDGER, START, Ledger
+from speedtronic.distributed.node_files import NodeFiles
 from speedtronic.distributed.requests import Put, answer, perform
+from speedtronic.distributed.stores import RetryingStore
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import RunLockedError, StoreUnavailableError
 from tests.support.counting_store import CountingStore
@@ -75,6 +78,16 @@ def test_a_store_that_does_not_answer_is_an_error_for_a_node_that_must_ask(tmp_p
     store: Any = Failing(MemoryStore(), down)
     with pytest.raises(StoreUnavailableError, match="no answer"):
         data_partition_of(settings(tmp_path, "ann", expected_nodes=2), store, seed=1)
+
+
+def test_a_node_that_knows_its_store_takes_no_place_in_an_empty_folder(tmp_path: Path) -> None:
+    config = settings(tmp_path, "ann", expected_nodes=2)
+    bare = CountingStore(MemoryStore())
+    folder = node_folder(tmp_path / "ann", bare.url, "ann")
+    NodeFiles(folder).write(LEDGER, Ledger.of(None, START, (), origin=None, store="ab" * 16).to_bytes())
+    with pytest.raises(StoreUnavailableError, match="is the folder mounted"):
+        data_partition_of(config, RetryingStore(bare, prove=True), seed=1)
+    assert bare.requests == {"get": 1}
 
 
 def test_a_node_name_in_use_on_this_machine_is_refused(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from speedtronic.distributed.codec import make_codec
-from speedtronic.distributed.delta import spooled_header
+from speedtronic.distributed.delta import open_delta, pack_delta, spooled_header
 from speedtronic.distributed.earlier_sessions import EarlierSessions, look_back
 from speedtronic.distributed.ledger import SPOOL, START
 from speedtronic.distributed.protocol import DeltaId
 from speedtronic.distributed.records import Position, SessionMark, session_name
 from speedtronic.distributed.requests import perform
+from speedtronic.distributed.schema import Schema
 from speedtronic.distributed.stores.memory import MemoryStore
 from tests.support.counting_store import CountingStore
 from tests.support.nodes import NEW, AddingMaster, delta_name, session, started
@@ -79,7 +81,12 @@ def test_a_listed_session_that_no_master_would_open_is_nobody_s() -> None:
     assert look(store, master).last_seq == {session_name(1004, "0" * 8): 0}
 
 
-@pytest.mark.parametrize("damage", ["torn", "flipped", "another's", "nothing of ours"])
+def not_finite(data: bytes, schema: Schema) -> bytes:
+    delta = open_delta(data, schema, make_codec("fp32"))
+    return pack_delta(delta.header, {name: tensor * torch.nan for name, tensor in delta.tensors.items()}, delta.buffers)
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped", "another's", "not finite", "nothing of ours"])
 def test_a_delta_that_cannot_enter_does_not_count(damage: str) -> None:
     store, master, deltas = two_deltas()
     whole = deltas[0]
@@ -87,6 +94,7 @@ def test_a_delta_that_cannot_enter_does_not_count(damage: str) -> None:
         "torn": whole[:-4],
         "flipped": whole[:-1] + bytes([whole[-1] ^ 1]),
         "another's": deltas[1],
+        "not finite": not_finite(whole, master.schema),
         "nothing of ours": b"x" * 64,
     }[damage]
     store.put_if_absent(FIRST, data)

@@ -16,6 +16,7 @@ from speedtronic.distributed.marks import (
     recent_marks,
     rounded,
     seconds_of_a_delta,
+    taking_part,
     usual_norm,
 )
 from speedtronic.distributed.protocol import PROTOCOL, DeltaId, Manifest
@@ -334,6 +335,23 @@ def test_nodes_of_the_last_five_rounds_are_recent() -> None:
     marks = {f"at-{rounds}": MARK.model_copy(update={"rounds": rounds}) for rounds in (4.9, 5.0, 5.1, 10.0)}
     assert list(recent_marks(a_head(marks, version=10))) == ["at-5.1", "at-10.0"]
     assert RECENT_ROUNDS == 5
+
+
+def test_a_node_takes_part_if_it_had_a_turn_in_ten_times_as_many_versions_as_nodes() -> None:
+    def taking(*versions: int, head: int = 100) -> int:
+        marks = {
+            f"n{number}": MARK.model_copy(update={"version": one, "rounds": float(head)})
+            for number, one in enumerate(versions)
+        }
+        return len(taking_part(a_head(marks, version=head)))
+
+    assert taking(91) == 1
+    assert taking(90) == 0
+    assert taking(100, 81) == 2
+    assert taking(100, 80) == 1
+    assert taking(*range(1, 101)) == 100, "a hundred that take turns"
+    assert taking(100, 99, *[50] * 1000) == 2, "a crowd that came once"
+    assert taking(100, 99, *[71] * 1000) == 1002, "as it has just come"
 
 
 def test_the_usual_norm_grows_with_the_steps_or_with_their_root_whichever_is_more() -> None:

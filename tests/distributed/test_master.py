@@ -966,6 +966,23 @@ def replayed(history: list[Manifest], sent: dict[str, tuple[float, int]]) -> flo
     return theta
 
 
+def test_a_master_behind_a_version_beside_removed_junk_takes_it() -> None:
+    store, settings = MemoryStore(), MasterSettings(expected_nodes=1)
+    first, second = new_master(settings), new_master(settings)
+    perform(first.poll(), store)
+    perform(second.poll(), store)
+    store.put_if_absent(head_name(1), b"junk")
+    send(store, "a", 1, [0.5] * 3)
+    assert perform(first.poll(), store) == 1
+    store.delete(head_name(1))
+    send(store, "a", 2, [0.5] * 3, base_version=1)
+    perform(second.poll(), store)  # a delta is missing that the version has taken
+    for master in (second, first, new_master(settings)):
+        perform(master.poll(), store)
+        assert master.head == head_of(store)
+    assert [len(manifest.applied) for manifest in history_of(store)] == [0, 1, 1]
+
+
 # --- Traffic
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from speedtronic.distributed.marks import TURNS
 from speedtronic.distributed.master import HINTED_VERSIONS, Master, MasterSettings
 from speedtronic.distributed.protocol import DeltaId
 from speedtronic.distributed.records import session_name
@@ -277,6 +278,21 @@ def test_more_nodes_than_expected_are_all_needed_for_a_whole_round() -> None:
     send(store.inner, "b", 6, [1.0] * 3, base_version=5)
     assert perform(master.poll(), store) == 2
     assert head_of(store).fraction == 0.5
+
+
+def test_nodes_that_came_once_are_soon_no_longer_expected() -> None:
+    """Two stay of thirty: with fractions of a thirtieth, five rounds would be 75 versions."""
+    store, master = started(MasterSettings(quorum=1))
+    for number in range(30):
+        send(store.inner, f"n{number:02}", 1, [1.0] * 3)
+    assert perform(master.poll(), store) == 30
+    for seq in range(2, 35):
+        for node in ("n00", "n01"):
+            send(store.inner, node, seq, [1.0] * 3, base_version=seq - 1)
+        assert perform(master.poll(), store) == 2
+    fractions = [version.fraction for version in history_of(store)[1:]]
+    crowd = 3 * TURNS  # versions, after which there was a turn of a third node
+    assert fractions == [1.0] + [2 / 30] * crowd + [1.0] * (33 - crowd)
 
 
 def test_as_many_nodes_as_expected_are_no_reason_for_a_warning() -> None:

@@ -16,7 +16,7 @@ from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import DeltaHeader, Predecessor, open_delta, pack_delta, read_header
 from speedtronic.distributed.ledger import LEDGER, SPOOL, Ledger
 from speedtronic.distributed.node import LOOKS_PER_CHECK, MAX_PENDING
-from speedtronic.distributed.protocol import DeltaId
+from speedtronic.distributed.protocol import DeltaId, head_name
 from speedtronic.distributed.records import Position
 from speedtronic.distributed.requests import Get, Procedure, Put, answer
 from speedtronic.distributed.schema import Schema, rebase_, snapshot
@@ -1081,6 +1081,21 @@ def test_twin_machines_both_go_on_and_lose_no_delta_after_the_first() -> None:
         twin.receive()
         assert twin.values == [float(value) for value in master.weights["done"]]
     assert sum(twin.node.recoveries for twin in twins) <= 1
+
+
+def test_a_node_behind_a_version_beside_removed_junk_finds_it() -> None:
+    store, master, process = started()
+    process.train_and_send()
+    name = head_name(master.head.version + 1)
+    assert store.put_if_absent(name, b"junk")
+    master.apply_deltas()
+    store.delete(name)
+    assert [process.run(process.node.poll()) for _ in range(LOOKS_PER_CHECK)] == [
+        *[False] * (LOOKS_PER_CHECK - 1),
+        True,
+    ]
+    process.install()
+    assert process.node.version == master.head.version
 
 
 # ---------------------------------------------------------------------- a store that goes away

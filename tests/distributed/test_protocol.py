@@ -40,6 +40,7 @@ from speedtronic.distributed.records import (
     session_number,
 )
 from speedtronic.distributed.requests import answer, perform
+from speedtronic.distributed.stores.base import Listing
 from speedtronic.distributed.stores.memory import MemoryStore
 from speedtronic.errors import StoreContentError, StoreUnavailableError
 from tests.support.masters import Fault, Watched
@@ -353,12 +354,14 @@ def test_an_empty_store_has_no_head() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 100])
-def test_the_head_is_found_from_any_version_by_strong_reads_alone(length: int) -> None:
+def test_the_head_is_found_from_any_version_whatever_a_listing_shows(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     versions = history(length)
     store = store_with(versions)
+    monkeypatch.setattr(store, "list_after", lambda *arguments, **options: Listing((), more=False))
     for known in (None, *range(length - 1)):
         assert perform(find_head(None if known is None else versions[known]), store) == versions[-1]
-    assert {kind for kind, _ in store.requests} == {"get"}
 
 
 def test_a_version_in_a_bare_mount_point_is_none() -> None:
@@ -373,8 +376,10 @@ def test_a_version_in_a_bare_mount_point_is_none() -> None:
 def test_an_idle_look_is_one_small_request_whatever_the_history(length: int) -> None:
     versions = history(length)
     store = store_with(versions)
-    assert perform(find_head(versions[-1]), store) is None
+    assert perform(find_head(versions[-1], beside=False), store) is None
     assert store.requests == [("get", head_name(length))]
+    assert perform(find_head(versions[-1]), store) is None
+    assert store.requests[1:] == [("get", head_name(length)), ("list", f"head/{length:08d}.")]
 
 
 def test_a_look_from_far_behind_takes_few_requests() -> None:
@@ -432,6 +437,39 @@ def test_a_stray_manifest_far_ahead_does_not_lead_astray(place: int, ours: bool)
         assert perform(create_manifest(versions[-1], versions[-2]), store)
         for known in (None, *versions[:-1]):
             assert perform(find_head(known), store) == versions[-1], known
+
+
+def test_junk_that_is_removed_after_a_version_was_put_beside_it_forks_nothing() -> None:
+    versions = history(3)
+    store = store_with(versions)
+    store.inner.put_if_absent(head_name(3), b"junk")
+    for version in range(3, 7):
+        versions.append(manifest(version, versions[-1]))
+        assert perform(create_manifest(versions[-1], versions[-2]), store)
+        if version == 3:
+            store.inner.delete(head_name(3))
+            perform(check_head(versions[3]), store)
+        for known in (None, *versions[:-1]):
+            assert perform(find_head(known), store) == versions[-1], known
+    rival = manifest(3, versions[2], nonce="rival")
+    assert not perform(create_manifest(rival, versions[2]), store)
+    for version in range(6):
+        assert perform(read_past(version), store) == versions[version]
+        assert perform(read_manifest(version), store) == versions[version]
+
+
+def test_strays_cost_no_read_for_each_version() -> None:
+    """Copies of an older state, as a backup would bring them back, and a name that is free again."""
+    versions = history(1000)
+    store = store_with(versions[:500])
+    for place in (500, 700):
+        store.inner.put_if_absent(head_name(place), manifest(place, parent=manifest(nonce="other")).to_bytes())
+        for version in range(place, min(place + 200, 1000)):
+            assert perform(create_manifest(versions[version], versions[version - 1]), store)
+    store.inner.delete(head_name(700))
+    store.requests.clear()
+    assert perform(find_head(None), store) == versions[899]
+    assert len(store.requests) < 150
 
 
 def test_nine_pieces_of_junk_in_one_place_are_named() -> None:

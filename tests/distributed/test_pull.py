@@ -41,6 +41,17 @@ def test_a_folder_gets_a_file_of_the_usual_name(store: MemoryStore, tmp_path: Pa
     assert target(tmp_path) == tmp_path / "model.safetensors"
 
 
+def test_a_path_of_another_kind_of_file_is_refused(store: MemoryStore, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    (tmp_path / "v1.0").mkdir()
+    for name in ("w.yaml", "w.bin", "new/w.pt", "file"):
+        with pytest.raises(CheckpointError, match="a file that ends in .safetensors, or into a folder"):
+            pull(store, tmp_path / name, replace=True)
+    assert not (tmp_path / "new").exists()
+    pull(store, tmp_path / "v1.0")
+    assert (tmp_path / "v1.0/model.safetensors").is_file()
+
+
 def test_an_existing_file_is_kept_unless_replace_is_set(store: MemoryStore, tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     file.write_bytes(b"mine")

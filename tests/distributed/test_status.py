@@ -135,12 +135,14 @@ def paced(store: MemoryStore, waiting: bool = True) -> None:
         (2100, "late", "running"),
         (2101, "late", "late"),
         (6000, "late", "late"),
-        (6001, "gone", "late"),
-        (7001, "gone", "gone"),
+        (6001, "silent", "late"),
+        (7001, "silent", "gone"),
         (-50, "running", "running"),  # this machine's clock is behind
     ],
 )
-def test_who_is_silent_for_much_longer_than_usual_is_late_and_then_gone(after: int, master: str, of_node: str) -> None:
+def test_a_node_that_is_silent_for_long_is_late_and_then_gone_and_a_master_silent(
+    after: int, master: str, of_node: str
+) -> None:
     store = MemoryStore("paced")
     paced(store)
 

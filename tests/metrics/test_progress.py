@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -236,3 +237,35 @@ def test_a_step_without_numbers_does_not_end_the_run() -> None:
                 logger.emit("train_step", payload)
                 logger.emit("train_step", step(4))
             assert "step 4/4" in without_escapes(stream.getvalue())
+
+
+class NotebookStream(io.StringIO):
+    """What a cell prints to: it is told by the module of its class, and is no terminal."""
+
+
+NotebookStream.__module__ = "ipykernel.iostream"
+
+
+def test_a_cell_of_a_notebook_has_one_output_that_moves_and_plain_lines_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            assert raw
+            shown.append(data["text/plain"])
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        assert raw
+        assert display_id
+        return Handle()
+
+    ipython = types.ModuleType("IPython.display")
+    monkeypatch.setattr(ipython, "display", display, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", ipython)
+    lines = run(NotebookStream(), "auto").splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["train_start", "step 1/4", "checkpoint", "step 4/4", "train_end"]
+    assert "\x1b" not in "".join(lines)
+    assert shown[-1] == "step 4/4  ████████████████████  100%  loss 2.5000  12.3k tok/s  eta 0:00:00  1.2 GB"
+    assert any(frame.startswith("step 1/4  █████░░░░░░░░░░░░░░░  25%") for frame in shown)
+    assert run(NotebookStream(), "off").count("step 1/4") == 1

@@ -31,6 +31,7 @@ Json = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 RECENT_ROUNDS = 5
+TURNS = 10  # of k nodes, each must be in one of 10·k versions to be expected
 HINTED_VERSIONS = 5  # for which `expected_nodes` is believed
 MOST_OPEN = 16  # sessions of a node
 CLIPPED = 3.0  # times the usual norm
@@ -80,6 +81,7 @@ class Rules:
     average: frozenset[str] = frozenset()
     newest: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    turns: int = TURNS
 
 
 @dataclass
@@ -192,7 +194,7 @@ class Audit:
         for copy in range(9):
             name = f"head/{version:08d}{f'.{copy}' if copy else ''}.json"
             if name not in self.objects:
-                return None
+                continue  # junk that the version was put beside may have been removed
             try:
                 head = json.loads(self.objects[name])
             except ValueError:
@@ -425,10 +427,19 @@ class Round:
             return 0.0
         recent = self.recent()
         counts = {node: mark["tokens_per_step"] for node, mark in recent.items()} | self.counts
-        expected = len(recent.keys() | self.counts.keys())
+        expected = len(self._expected(recent) | self.counts.keys())
         if self.rules.expected is not None and (self.rules.synchronous or self.head["version"] < HINTED_VERSIONS):
             expected = self.rules.expected
         return min(1.0, self.share * (self.unit / median(counts.values())) / expected)
+
+    def _expected(self, recent: Json) -> set[str]:
+        """Those that had a turn lately: the k-th node of the last rounds in one of the last TURNS·k versions."""
+        ages = sorted((self.head["version"] - mark["version"], node) for node, mark in recent.items())
+        expected: set[str] = set()
+        for age, node in ages:
+            if age < self.rules.turns * (1 + len(expected)):
+                expected.add(node)
+        return expected
 
 
 # --- The outer step

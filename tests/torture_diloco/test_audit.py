@@ -113,6 +113,7 @@ def test_histories_of_the_explorer_have_no_faults(outer: str) -> None:
             settings.synchronous,
             average=frozenset({MEAN} if plan.buffers else ()),
             newest=frozenset({LATEST} if plan.buffers else ()),
+            turns=plan.turns,
         )
         audit = Audit(rules, objects).recompute()
         assert audit.faults == [], seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from io import StringIO
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from speedtronic.errors import ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model import ReferenceTransformer
+from speedtronic.scheduling import SameStream, StageStreamScheduler
 from speedtronic.trainer import Trainer, step
 from speedtronic.trainer.callbacks import Callback, RunView
 from speedtronic.trainer.step import Updater
@@ -39,6 +41,29 @@ def test_the_optimizers_step_is_looked_up_at_each_update(monkeypatch: pytest.Mon
     monkeypatch.setattr(ours.optimizer, "step", lambda: (steps.append(ours.step), original()))
     ours.fit(3)
     assert steps == [0, 1, 2]
+
+
+def test_out_of_order_backprop_trains_the_same_and_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is off, with the reason in an event; through the same queue without streams, no bit changes."""
+    data = {"micro_batch_size": 4, "target_batch_size": 8}
+    runs: dict[str, list[Tensor]] = {}
+    for kind in ("ordinary", "on a cpu", "put off"):
+        if kind == "put off":
+            put_off = partial(StageStreamScheduler, lanes=SameStream(), min_gain=None)
+            monkeypatch.setattr(step, "StageStreamScheduler", put_off)
+        torch.manual_seed(0)
+        model, events = ReferenceTransformer(vocab_size=16, block_size=8, n_layer=2, n_head=2, d_model=16), Events()
+        config = config_of(data=data, ooo_backprop=kind != "ordinary", optimizer={"ema": 0.9, "grad_clip": 0.5})
+        ours = make_trainer(model, successor_batches(), config=config, events=events)
+        ours.fit(3)
+        heard = events.of("ooo_backprop")
+        enabled = {"ordinary": [], "on a cpu": [False], "put off": [True]}
+        assert [payload["enabled"] for payload in heard] == enabled[kind]
+        assert kind != "on a cpu" or "this run is on cpu" in heard[0]["reason"]
+        assert not any("forward" in module.__dict__ for module in model.modules())
+        runs[kind] = [*model.parameters()]
+    for kind in ("on a cpu", "put off"):
+        assert all(map(torch.equal, runs["ordinary"], runs[kind]))
 
 
 def scalar_reads(accumulation: int, optimizer_kind: str, ema: float | None = None) -> list[str]:

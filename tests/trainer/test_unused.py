@@ -47,7 +47,6 @@ NODE = {"enabled": True, "repo_id": "folder:/nowhere", "role": "worker"}
         ({"model": {"name": "mine"}}, "model.name", "pass model=speedtronic.build_model(config)"),
         ({"plugins": ["mine"]}, "plugins", "pass model="),
         ({"tune": "auto"}, "tune", "let speedtronic.runtime.build_runtime make them"),
-        ({"ooo_backprop": True}, "ooo_backprop", "not part of this version yet"),
     ],
 )
 def test_keys_without_their_part_are_named_with_what_to_pass(config: Any, keys: str, remedy: str) -> None:

@@ -65,6 +65,7 @@ def load_initial_weights(
     strict: bool = True,
     translate: Translation | None = None,
     warn: Callable[[str], None] = warn,
+    advice: str = "Change the model, or set run.init_strict: false to load what fits",
 ) -> InitialWeights:
     """Copy weights into a model, converted to its dtypes and devices.
 
@@ -82,6 +83,7 @@ def load_initial_weights(
         translate: names the tensors of a Hugging Face folder as the model does. One that it leaves out is not loaded,
             and one that it names None must be of ones. None keeps the names.
         warn: told what did not fit if `strict` is false, and of damaged checkpoints that were passed over.
+        advice: what to do if they do not fit and `strict` is true.
 
     Raises:
         CheckpointError: there are no weights at the path, or they are damaged, or in a format that can run code; they
@@ -94,7 +96,7 @@ def load_initial_weights(
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
         try:
-            return _load(source, model, strict, translate, warn)
+            return _load(source, model, strict, translate, warn, advice)
         except CheckpointError:
             if source.path.exists():
                 raise
@@ -102,7 +104,12 @@ def load_initial_weights(
 
 
 def _load(
-    source: _Source, model: nn.Module, strict: bool, translate: Translation | None, warn: Callable[[str], None]
+    source: _Source,
+    model: nn.Module,
+    strict: bool,
+    translate: Translation | None,
+    warn: Callable[[str], None],
+    advice: str,
 ) -> InitialWeights:
     own = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
 
@@ -116,7 +123,7 @@ def _load(
         tensors = {name: tensors[theirs] for theirs, name in names.items() if name is not None}
     offered = _renamed(tensors, own, getattr(model, "base_model_prefix", ""))
 
-    _check_fit(source.path, offered, own, strict, warn)
+    _check_fit(source.path, offered, own, strict, warn, advice)
     fitting = {name: stored for name, stored in offered.items() if name in own and _fits(stored.place, own[name])}
     _copy(fitting, own)
     return InitialWeights(
@@ -266,6 +273,7 @@ def _check_fit(
     own: Mapping[str, Tensor],
     strict: bool,
     warn: Callable[[str], None],
+    advice: str,
 ) -> None:
     # A tied tensor is there if it has a value under any of its names.
     there = {id(tensor) for name, tensor in own.items() if name in offered}
@@ -283,10 +291,7 @@ def _check_fit(
 
     listed = "\n  ".join(problems)
     if strict:
-        raise CheckpointError(
-            f"{path}: these weights are not those of this model:\n  {listed}\n"
-            "Change the model, or set run.init_strict: false to load what fits"
-        )
+        raise CheckpointError(f"{path}: these weights are not those of this model:\n  {listed}\n{advice}")
     if not any(fits.values()):
         raise CheckpointError(f"{path}: none of these weights fits this model:\n  {listed}")
     warn(f"{path}: not all of these weights are those of this model; the rest is loaded:\n  {listed}")

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from speedtronic import __version__
-from speedtronic.cli import checkpoints, configuration, data, diloco, evaluate, generate, output, train, tune
+from speedtronic.cli import (
+    checkpoints,
+    configuration,
+    data,
+    diloco,
+    evaluate,
+    generate,
+    output,
+    report,
+    train,
+    tune,
+)
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.cli.tracebacks import format_error
 from speedtronic.errors import SpeedtronicError
@@ -74,6 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     configuration.add_validate(commands)
     configuration.add_schema(commands)
     evaluate.add_parser(commands)
+    report.add_report(commands)
+    report.add_runs(commands)
     generate.add_parser(commands)
     data.add_parser(commands)
     checkpoints.add_parser(commands)

@@ -32,7 +32,7 @@ fields of the JSON object:
   version            of the global weights: how many outer steps there were
   time, age          when that version was made (UTC), and how many seconds ago
   pace               seconds between the last versions; null while there is only one
-  master             running, late, gone or unknown: see below
+  master             running, late, silent or unknown: see below
   rounds             how many rounds the versions add up to
   weights_bytes      size of the weights
   outstanding        deltas that wait for the master
@@ -74,8 +74,9 @@ ROUNDS BEHIND  Rounds since its last delta entered. A round is one delta of ever
 WAITING        deltas that are in the store and in no version yet
 """
 _MASTER_STATES = """\
-The master is seen by its work alone. While deltas wait, it is running, late or gone by the age of the newest version,
-compared with how long a version usually takes (3 and 10 times, as for nodes). While nothing waits, it is unknown.
+The master is seen by its work alone. While deltas wait, it is running, late or silent by the age of the newest version,
+compared with how long a version usually takes (3 and 10 times, as for nodes). A silent one has ended, or it takes none
+of these deltas, which are too old or refused: its log says why. While nothing waits, it is unknown.
 """
 
 
@@ -225,6 +226,11 @@ def _told_by(status: StoreStatus) -> str:
     waiting = f"{output.counted(status.outstanding, 'delta')} {verb} ({short_bytes(status.outstanding_bytes)})"
     if status.master == "unknown":
         return f"{waiting}, and how long a version takes is not known yet"
+    if status.master == "silent":
+        return (
+            f"no new version for {output.age(status.age)}, and {waiting}: no master runs, or it takes none of them, "
+            "and its log says why; `speedtronic diloco master CONFIG` starts another"
+        )
     told = f"{waiting}, and the newest version is {output.age(status.age)} old"
     if status.pace is not None:
         told += f"; the last ones took {output.age(status.pace)} each"

@@ -45,7 +45,6 @@ def add_master_parser(actions: argparse._SubParsersAction[argparse.ArgumentParse
     add_config_arguments(parser)
     parser.add_argument(
         "--until",
-        type=int,
         metavar="STEP",
         help="end when the published weights contain STEP optimizer steps of every node that has sent something, "
         "without those that are gone (see `diloco status`); usually the run.max_steps of the nodes",
@@ -57,8 +56,7 @@ def run_master(args: argparse.Namespace) -> int:
     config, folder = load_from_arguments(args)
     if config.distributed.repo_id is None:
         raise ConfigError("distributed.repo_id: needed; name a store, such as dir:///path or s3://bucket/prefix")
-    if args.until is not None and args.until < 1:
-        raise ConfigError(f"--until must be at least 1, not {args.until}")
+    until = None if args.until is None else _steps(args.until)
     config.distributed.enabled = True  # asked for by the command, so that what is not built is refused
 
     # torch is imported only now: a mistake in the file is reported at once.
@@ -80,7 +78,7 @@ def run_master(args: argparse.Namespace) -> int:
         store = connect(config.distributed, stopping=stopping)
         model = build_initial_model(config, logger)
         master = build_master(config.distributed, store, model, say_through(logger), stopping=stopping)
-        evaluations = _build_evaluations(config, model, logger, at_end=args.until is not None)
+        evaluations = _build_evaluations(config, model, logger, at_end=until is not None)
         master.sync_once()  # a store that cannot be used, or holds another model, ends the command
         with SignalWatch() as watch:
             master.start()
@@ -92,14 +90,25 @@ def run_master(args: argparse.Namespace) -> int:
             is_over = False
             while watch.received is None and not is_over:
                 time.sleep(_TICK)
-                is_over = args.until is not None and _has_reached(master.newest, args.until, time.time())
+                is_over = until is not None and _has_reached(master.newest, until, time.time())
                 if evaluations is not None:
                     evaluations.advance(master, is_over, lambda: watch.received is not None)
             master.stop(_STOP_TIMEOUT)
         best = "" if evaluations is None or evaluations.best is None else f"; the best was version {evaluations.best}"
-        cause = f"by {watch.received.name} " if watch.received is not None else f"by --until {args.until} "
+        cause = f"by {watch.received.name} " if watch.received is not None else f"by --until {until} "
         logger.info(f"ended {cause}at version {master.outer_step}, which is in {store.url}{best}")
     return 0 if watch.received is None else 128 + watch.received
+
+
+def _steps(word: str) -> int:
+    """The number that `--until` gives."""
+    try:
+        steps = int(word)
+    except ValueError:
+        steps = 0
+    if steps < 1:
+        raise ConfigError(f"--until must be a whole number of steps, at least 1, not {word}")
+    return steps
 
 
 def _has_reached(head: Manifest | None, until: int, now: float) -> bool:

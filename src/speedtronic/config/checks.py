@@ -19,7 +19,6 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "distributed.outer": ("sparse_loco",),
     "distributed.trusted_nodes": (),
     "distributed.robust": (),
-    "ooo_backprop": (),
     "precision.mode": ("fp8",),
     "logging.trackers": (),
 }

@@ -77,7 +77,10 @@ class SpeedtronicConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass to save memory."
     )
-    ooo_backprop: bool = Field(default=False, description="Out-of-order backprop on CUDA.")
+    ooo_backprop: bool = Field(
+        default=False,
+        description="Out-of-order backprop: on CUDA, weight gradients run beside the rest of the backward pass.",
+    )
     ooo_streams: Annotated[int, Field(ge=1, le=8)] = Field(
         default=4, description="CUDA streams for out-of-order backprop."
     )

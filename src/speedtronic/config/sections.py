@@ -747,7 +747,7 @@ class DistributedConfig(Section):
     async_global_poll: bool = Field(default=True, description="Look for new global weights in the background.")
     expected_nodes: Count | None = Field(
         default=None,
-        description="Nodes that take part, for the first five versions; then those of the last five rounds count.",
+        description="Nodes that take part, for the first five versions; then those that took part lately count.",
     )
     quorum: Count | None = Field(
         default=None, description="Nodes whose deltas start a round. Null: half of those that take part."

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from speedtronic.config import DistributedConfig
 from speedtronic.data.loading.sampler import derive_seed
 from speedtronic.distributed.identity import NodeLock, node_folder, resolve_node_id
+from speedtronic.distributed.ledger import LEDGER, Ledger
 from speedtronic.distributed.node_files import NodeFiles
-from speedtronic.distributed.protocol import PLACES
+from speedtronic.distributed.protocol import PLACES, check_identity
 from speedtronic.distributed.requests import Get, Procedure, Put, ReadFile, WriteFile, perform
 from speedtronic.distributed.stores.base import Store
 from speedtronic.errors import StoreContentError
@@ -71,6 +72,10 @@ def _remembered_place(node: str) -> Procedure[int]:
     remembered = yield from ReadFile(_PLACE_FILE)
     if remembered is not None and remembered.isdigit():
         return int(remembered)
+    data = yield from ReadFile(LEDGER)
+    ledger = None if data is None else Ledger.from_bytes(data)
+    if ledger is not None:  # nothing is made in an empty folder where a mount is away
+        yield from check_identity(ledger.store, or_another=True)
     place = yield from claim_place(node)
     # If the disk does not take it, the node asks again next time and gets the same answer.
     with suppress(OSError):

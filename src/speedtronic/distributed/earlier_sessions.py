@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from speedtronic.distributed.codec import Codec
-from speedtronic.distributed.delta import max_delta_bytes, open_delta
+from speedtronic.distributed.delta import can_be_added, max_delta_bytes, open_delta
 from speedtronic.distributed.ledger import START
 from speedtronic.distributed.packed_tensors import TensorFormatError
 from speedtronic.distributed.protocol import (
@@ -80,15 +80,16 @@ def look_back(
 
 
 def _position_of(delta: DeltaId, schema: Schema, codec: Codec) -> Procedure[Position | None]:
-    """The position that an outstanding delta covers; None if it is missing, torn, or of another model."""
+    """The position that an outstanding delta covers; None if it is missing, torn, not finite, or of another model."""
     for copy in range(MOST_COPIES):
         data = yield from Get(copy_name(delta.name, copy), limit=max_delta_bytes(schema, codec))
         if data is None:
             return None
         try:
-            header = open_delta(data, schema, codec).header
+            found = open_delta(data, schema, codec)
         except TensorFormatError:
             continue
-        if header.id == delta:
-            return header.position
+        # No node sends what is not finite, and no master takes it.
+        if found.header.id == delta and all(can_be_added(tensor) for tensor in found.tensors.values()):
+            return found.header.position
     return None

@@ -11,7 +11,8 @@ from speedtronic.distributed.delta import DeltaHeader, Predecessor
 from speedtronic.distributed.protocol import DeltaId, Manifest
 from speedtronic.distributed.records import MOST_OPEN, NodeMark, Rejection, SessionMark, session_number
 
-RECENT_ROUNDS = 5  # a node that was in one of the last five rounds takes part
+RECENT_ROUNDS = 5  # a node that was in one of the last five rounds may take part
+TURNS = 10  # of k nodes, each takes part in one of 10·k versions
 MOST_NODES = 1000  # in a manifest, unless more take part
 CLIPPED = 3.0  # times the median norm; what is larger is scaled down to it
 REFUSED = 100.0  # times the median norm
@@ -68,6 +69,20 @@ class Settled(NamedTuple):
 def recent_marks(head: Manifest) -> dict[str, NodeMark]:
     """The marks of the nodes of which a delta entered in one of the last rounds."""
     return {node: mark for node, mark in head.nodes.items() if head.rounds - mark.rounds < RECENT_ROUNDS}
+
+
+def taking_part(head: Manifest) -> set[str]:
+    """The nodes of which a whole round has deltas.
+
+    Each was in one of the last rounds, and the k-th of them, from the newest, in one of the last `TURNS`·k versions.
+    The rounds alone would keep nodes that came once: while these are expected, a version is a small part of a round.
+    """
+    nodes: set[str] = set()
+    for version, node in sorted(((mark.version, node) for node, mark in recent_marks(head).items()), reverse=True):
+        if head.version - version >= TURNS * (len(nodes) + 1):
+            break  # those that are left are no newer
+        nodes.add(node)
+    return nodes
 
 
 def usual_norm(marks: Iterable[NodeMark], steps: int) -> float | None:

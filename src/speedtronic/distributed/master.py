@@ -38,6 +38,7 @@ from speedtronic.distributed.marks import (
     most_tokens,
     recent_marks,
     seconds_of_a_delta,
+    taking_part,
     usual_norm,
 )
 from speedtronic.distributed.packed_tensors import TensorFormatError, pack_tensors, unpack_blob
@@ -90,7 +91,7 @@ class MasterSettings:
         outer: name of the outer optimizer.
         codec: name of the encoding of the deltas.
         expected_nodes: how many nodes will take part. It decides for the first five versions, and in synchronous
-            rounds; else those in the last five rounds and those that wait count.
+            rounds; else those that took part lately and those that wait count (see `taking_part`).
         quorum: a round starts when deltas of so many nodes are there. None: half the expected ones. After five
             versions at most as many as take part, unless rounds are synchronous.
         grace: seconds after which a round starts without quorum. None: the median of what the nodes take for a whole
@@ -187,11 +188,11 @@ class OuterOptimizer(Protocol):
 
 
 def expected_nodes(head: Manifest, present: Iterable[str], settings: MasterSettings) -> int:
-    """How many nodes a whole round has: as configured at first, later those of the last rounds and those present."""
+    """How many nodes a whole round has: as configured at first, later those that take part and those present."""
     hint = settings.expected_nodes
     if hint is not None and (settings.synchronous or head.version < HINTED_VERSIONS):
         return hint
-    return max(1, len(recent_marks(head).keys() | set(present)))
+    return max(1, len(taking_part(head) | set(present)))
 
 
 def quorum(head: Manifest, present: Iterable[str], settings: MasterSettings) -> int:
@@ -363,6 +364,7 @@ class Master:
         self._store_id = store_id
         self._head: Manifest | None = None
         self._known: Manifest | None = None  # the last head
+        self._may_be_behind = False  # a delta tells of a newer version, which may lie beside its name
         self._past: dict[int, _PastVersion] = {}
         self._suspects: dict[DeltaId, _Suspect] = {}
         self._refused: dict[SessionKey, tuple[Settled, ...]] = {}  # of sessions that nothing opened
@@ -453,6 +455,7 @@ class Master:
             newer = yield from find_head(head)
             if newer is None:
                 yield from check_head(head)
+                yield from check_identity(head.store)  # the bare folder below a mount may hold that manifest
                 raise StoreContentError(
                     f"weights or momentum of version {head.version} ({head.weights.path}) are missing or damaged: "
                     "restore them from a backup, or continue with another distributed.repo_id and run.init_from"
@@ -505,8 +508,9 @@ class Master:
         # The head: read again if the last publication did not end, or if another master made a version.
         if self._head is None:
             yield from self.adopt()
-        elif (newer := (yield from find_head(self._head))) is not None:
+        elif (newer := (yield from find_head(self._head, beside=self._may_be_behind))) is not None:
             yield from self._load(newer)
+        self._may_be_behind = False
         head = self._head
         assert head is not None, "adopted"
 
@@ -702,6 +706,8 @@ class Master:
         base = None
         if header.base_version <= head.version:
             base = yield from self._recall(header.base_version)
+        else:
+            self._may_be_behind = True
         if base is None:
             reason = f"its base, version {header.base_version}, is not a version of this store"
             return refused(reason, again=header.base_version)
@@ -776,6 +782,7 @@ class Master:
         suspect = self._suspects.get(delta)
         if suspect is None or suspect.entries != entries:
             suspect = self._suspects[delta] = _Suspect(entries, torn is not None)
+            self._may_be_behind |= torn is None  # a newer version may have taken it
         if not suspect.is_hopeless(candidate):
             return None
         reason = torn or "missing, although a later one of its session is there"
@@ -849,7 +856,7 @@ class Master:
 
     def _compare_with_hint(self, head: Manifest) -> None:
         """Say once that more or fewer nodes take part than `expected_nodes`, if that lasts."""
-        hint, actual = self._settings.expected_nodes, len(recent_marks(head))
+        hint, actual = self._settings.expected_nodes, len(taking_part(head))
         if self._differs_since == math.inf:
             return  # it is said
         if hint in {None, actual}:

@@ -58,7 +58,8 @@ MAX_PENDING = 2
 """With so many deltas in no version yet, boundaries are skipped: memory and store stay bounded without a master."""
 
 LOOKS_PER_CHECK = 8
-"""So many looks that find nothing new, and the identity of the store is read again: a mount may be away."""
+"""So many looks that find nothing new, and one is thorough: the next version may lie beside a name that is free again,
+and the mount may be away."""
 
 REFUSED_IF_GONE, REFUSED_AT_ANY_RATE = 1.0, 3.0
 """Rounds after which a delta that is uploaded, and in no version, was refused: if it is gone; if it still stands."""
@@ -786,11 +787,13 @@ class Node:
             StoreUnavailableError: the store does not answer, or is not there.
             StoreContentError: it holds another history, or another store lies there.
         """
-        manifest = yield from find_head(self._seen)
+        if self._seen is None:  # before anything is made in an empty folder where a mount is away
+            yield from check_identity(self._store, or_another=True)
+        thorough = self._seen is None or self._idle_looks % LOOKS_PER_CHECK == LOOKS_PER_CHECK - 1
+        manifest = yield from find_head(self._seen, beside=thorough)
         if manifest is None:
-            # A mount that is away looks like a store in which nothing is new.
             self._idle_looks += 1
-            if self._seen is None or self._idle_looks % LOOKS_PER_CHECK == 0:
+            if thorough:  # a mount that is away looks like a store in which nothing is new
                 yield from check_identity(self._store)
             if self._seen is None or not self.wants_version:
                 return False

@@ -256,10 +256,13 @@ def create_identity(id: str) -> Procedure[str]:
     return standing
 
 
-def check_identity(id: str | None) -> Procedure[None]:
+def check_identity(id: str | None, *, or_another: bool = False) -> Procedure[None]:
     """Make sure that this is still the store of an id; without one, there is nothing to check.
 
     A mount that is away leaves an empty folder in its place. What is written there is lost when it returns.
+
+    Args:
+        or_another: whether another store will do: only what is no store will not.
 
     Raises:
         StoreUnavailableError: the store has no identity (any more).
@@ -270,7 +273,7 @@ def check_identity(id: str | None) -> Procedure[None]:
     standing = yield from read_identity()
     if standing is None:
         raise StoreUnavailableError(f"{IDENTITY} is gone, so this is not the store that it was; is the folder mounted?")
-    if standing != id:
+    if standing != id and not or_another:
         raise StoreContentError(
             f"another store lies at this address now (its {IDENTITY} differs): restore the former one, or restart to "
             "join this one"
@@ -281,7 +284,7 @@ def check_identity(id: str | None) -> Procedure[None]:
 
 
 def read_manifest(
-    version: int, parent: str | EllipsisType | None = ..., store: str | None = None
+    version: int, parent: str | EllipsisType | None = ..., store: str | None = None, *, beside: bool = True
 ) -> Procedure[Manifest | None]:
     """The manifest of a version, or None if there is no such version. Strong reads.
 
@@ -291,11 +294,12 @@ def read_manifest(
     Args:
         parent: SHA-256 of the version before it, if that is known.
         store: identity of the store, if it is known.
+        beside: whether to look beside a free name too; see `_look_for`.
 
     Raises:
         StoreContentError: with `parent`, a later version of Speedtronic wrote it, or there is no name left for it.
     """
-    manifest, _ = yield from _look_for(version, parent, store)
+    manifest, _ = yield from _look_for(version, parent, store, beside=beside)
     return manifest
 
 
@@ -304,28 +308,44 @@ def read_past(version: int) -> Procedure[Manifest | None]:
 
     What lies under its name may be a manifest of another history: that one has no successor here.
     """
-    for copy in range(MOST_COPIES):
-        data = yield from Get(copy_name(head_name(version), copy), limit=MANIFEST_LIMIT, partial=True)
-        if data is None:
+    copy = 0
+    while copy < MOST_COPIES:
+        manifest, copy = yield from _look_for(version, ..., start=copy)
+        if manifest is None:
             return None
-        try:
-            manifest = Manifest.from_bytes(data)
-        except StoreContentError:
-            continue
-        if manifest.version == version and (yield from read_manifest(version + 1, manifest.sha256)) is not None:
+        if (yield from read_manifest(version + 1, manifest.sha256)) is not None:
             return manifest
+        copy += 1
     return None
 
 
 def _look_for(
-    version: int, parent: str | EllipsisType | None, store: str | None = None
+    version: int,
+    parent: str | EllipsisType | None,
+    store: str | None = None,
+    *,
+    start: int = 0,
+    beside: bool = True,
 ) -> Procedure[tuple[Manifest | None, int]]:
-    """The manifest of a version, and behind how many pieces of junk it lies, or the first free name."""
-    for copy in range(MOST_COPIES):
+    """The manifest of a version, and behind how many pieces of junk it lies, or the first free name.
+
+    Args:
+        start: behind how many pieces the look begins.
+        beside: look beside a free name too, by one listing: the manifest was put beside junk that was removed since.
+    """
+    free: int | None = None
+    listed: set[str] = set()
+    for copy in range(start, MOST_COPIES):
         name = copy_name(head_name(version), copy)
+        if free is not None and name not in listed:
+            continue
         data = yield from Get(name, limit=MANIFEST_LIMIT, partial=True)
         if data is None:
-            return None, copy
+            if not beside:
+                return None, copy
+            if free is None:
+                free, listed = copy, {entry.name for entry in (yield from list_all(f"{HEADS}{version:08d}."))}
+            continue
         if len(data) > MANIFEST_LIMIT:
             continue
         try:
@@ -335,6 +355,8 @@ def _look_for(
             continue
         if manifest.version == version and parent in {..., manifest.parent} and store in {None, manifest.store}:
             return manifest, copy
+    if free is not None:
+        return None, free
     if parent is ...:
         return None, MOST_COPIES
     raise StoreContentError(
@@ -408,50 +430,65 @@ def check_head(known: Manifest) -> Procedure[None]:
         )
 
 
-def find_head(known: Manifest | None) -> Procedure[Manifest | None]:
+def find_head(known: Manifest | None, *, beside: bool = True) -> Procedure[Manifest | None]:
     """The newest manifest, or None if there is none newer than `known`.
 
     Versions have no gaps and manifests are never deleted, so one strong read of the next version tells whether there is
     anything new: an idle look is one request, whatever the history. From n versions behind it is about 2·log2(n). The
     identity is read last: where a mount is away there is none, and what lies there is no version.
 
+    Args:
+        beside: if nothing lies under the name of the next version, look beside it too, which takes a second request.
+
     Raises:
         StoreContentError: the store has another history than `known` belongs to, or is of a later protocol.
     """
-    following = yield from _successor(known)
-    if following is None:
+    head = yield from _successor(known, beside=beside)
+    if head is None:
         return None
-
-    # Forward in doubling strides until there is no version, then halve the gap.
-    head, before, store = following, None, following.store
-    stride, end = 1, _LAST_NUMBER + 1
-    while end - head.version > 1:
-        goal = min(head.version + stride, (head.version + end) // 2)
-        found = yield from read_manifest(goal, store=store)
-        if found is None:
-            end = goal
-        else:
-            before = head if found.version == head.version + 1 else None
-            head, stride = found, 2 * stride
-
-    # A stray manifest far ahead may have led astray: then no version stands before it, or another one.
-    if head is not following:
-        before = before or (yield from read_manifest(head.version - 1, store=store))
-        if before is None or head.parent != before.sha256:
-            head = following
-    while (newer := (yield from _successor(head))) is not None:
-        head = newer
+    while (newer := (yield from _successor(head, beside=True))) is not None:
+        head = yield from _furthest(newer)
     yield from check_identity(head.store)
     return head
 
 
-def _successor(manifest: Manifest | None) -> Procedure[Manifest | None]:
-    """The version after a manifest; without one, version 0."""
+def _furthest(known: Manifest, *, sure: bool = False) -> Procedure[Manifest]:
+    """The newest version, or one on the way there: names may lead astray.
+
+    Args:
+        sure: go to no version that does not follow the one before it.
+    """
+    # Forward in doubling strides until there is no version, then halve the gap.
+    head, before = known, known
+    stride, end = 1, _LAST_NUMBER + 1
+    while end - head.version > 1:
+        goal = min(head.version + stride, (head.version + end) // 2)
+        found = yield from read_manifest(goal, store=known.store, beside=False)
+        if found is None or (sure and not (yield from _follows(found, head))):
+            end = goal
+        else:
+            head, before, stride = found, head, 2 * stride
+    if sure or head is known or (yield from _follows(head, before)):
+        return head
+    # A stray manifest led astray. Each step is worth a second request now.
+    return (yield from _furthest(known, sure=True))
+
+
+def _follows(manifest: Manifest, known: Manifest) -> Procedure[bool]:
+    """Whether a version follows the one before it in the store. `known` is a version before, perhaps that one."""
+    before: Manifest | None = known
+    if known.version != manifest.version - 1:
+        before = yield from read_manifest(manifest.version - 1, store=manifest.store)
+    return before is not None and manifest.parent == before.sha256
+
+
+def _successor(manifest: Manifest | None, *, beside: bool) -> Procedure[Manifest | None]:
+    """The version after a manifest; without one, version 0. For `beside` see `_look_for`."""
     if manifest is None:
-        return (yield from read_manifest(0, None))
+        return (yield from read_manifest(0, None, beside=beside))
     if manifest.version == _LAST_NUMBER:
         return None
-    following, junk = yield from _look_for(manifest.version + 1, manifest.sha256)
+    following, junk = yield from _look_for(manifest.version + 1, manifest.sha256, beside=beside)
     if following is None and junk:
         yield from check_head(manifest)  # is it junk, or the next version of another history?
     return following

@@ -11,7 +11,7 @@ from speedtronic.distributed.requests import Procedure, perform
 from speedtronic.distributed.status import newest_manifest
 from speedtronic.distributed.stores.base import Store
 from speedtronic.durable.files import FileSystem, ensure_directory, replace_file
-from speedtronic.errors import StoreContentError
+from speedtronic.errors import CheckpointError, StoreContentError
 
 WEIGHTS = "model.safetensors"
 
@@ -33,7 +33,8 @@ def pull(store: Store, path: str | os.PathLike[str], *, version: int | None = No
         The manifest of the version.
 
     Raises:
-        CheckpointError: there is something already, or the file would lie in a checkpoint.
+        CheckpointError: it has the name of another kind of file, there is something already, or the file would lie in a
+            checkpoint.
         ExportError: the file could not be written; nothing half-written is left.
         StoreContentError: there is no such version, or the store keeps its weights no longer.
         StoreError: the store could not be asked.
@@ -50,9 +51,17 @@ def pull(store: Store, path: str | os.PathLike[str], *, version: int | None = No
 
 
 def target(path: str | os.PathLike[str]) -> Path:
-    """The file that `pull` writes."""
+    """The file that `pull` writes.
+
+    Raises:
+        CheckpointError: the path has the name of another kind of file.
+    """
     given = Path(path)
-    return given if given.suffix == ".safetensors" else given / WEIGHTS
+    if given.suffix == ".safetensors":
+        return given
+    if not given.is_dir() and (given.suffix or given.exists()):
+        raise CheckpointError(f"{given}: weights are written to a file that ends in .safetensors, or into a folder")
+    return given / WEIGHTS
 
 
 def _weights(url: str, version: int | None) -> Procedure[tuple[Manifest, bytes]]:

@@ -24,6 +24,8 @@ from speedtronic.errors import StoreContentError
 
 # What is known of a machine from how long it was silent, compared with how long it usually is.
 Health = Literal["running", "late", "gone", "unknown"]
+# Of a master, silence does not tell that it is gone: it writes nothing about deltas that it cannot take.
+MasterHealth = Literal["running", "late", "silent", "unknown"]
 
 _LATE, _GONE = 3.0, 10.0  # times the usual silence
 _SHORTEST_SILENCE = 60.0  # seconds; a shorter one says nothing, however fast the machines are
@@ -116,7 +118,8 @@ class StoreStatus:
         age: seconds since then, by this machine's clock.
         pace: seconds between the last versions; None while there is only one.
         master: whether a master runs: `late` if deltas wait and there was no version for three times as long as usual,
-            `gone` after ten times; `unknown` if nothing waits, or the usual time is not known.
+            `silent` after ten times: it is gone, or takes none of these deltas; `unknown` if nothing waits, or the
+            usual time is not known.
         rounds: how many rounds the versions add up to.
         weights_bytes: size of the weights.
         nodes: all that have sent something, by name.
@@ -129,7 +132,7 @@ class StoreStatus:
     time: str
     age: float
     pace: float | None
-    master: Health
+    master: MasterHealth
     rounds: float
     weights_bytes: int
     nodes: tuple[NodeStatus, ...]
@@ -217,6 +220,7 @@ def status_of(
     usual = pace
     if usual is None and head.nodes:
         usual = statistics.median(mark.seconds for mark in head.nodes.values())
+    of_master = _health(age, usual) if waiting else "unknown"
     return StoreStatus(
         url=url,
         id=head.store,
@@ -225,7 +229,7 @@ def status_of(
         time=head.time,
         age=age,
         pace=pace,
-        master=_health(age, usual) if waiting else "unknown",
+        master="silent" if of_master == "gone" else of_master,
         rounds=head.rounds,
         weights_bytes=head.weights.size,
         nodes=tuple(

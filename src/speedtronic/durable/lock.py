@@ -156,6 +156,33 @@ class RunLock(FolderLock):
         )
 
 
+def holder_lives(directory: str | os.PathLike[str]) -> bool | None:
+    """Whether the process that says it holds a folder lives; None where this machine cannot tell. It takes no lock."""
+    path = Path(directory).resolve() / LOCK_FILE
+    with _guard:
+        if path in _held:
+            # Opening and closing the file here would free the lock of this process: POSIX locks are like that.
+            return True
+    try:
+        holder = json.loads(path.read_bytes() or b"null")
+        if holder is None:  # freed
+            return False
+        pid, host = int(holder["pid"]), holder["host"]
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if host != socket.gethostname() or sys.platform == "win32":
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # the process of somebody else
+        return True
+    return True
+
+
 @dataclass
 class _Held:
     descriptor: int

@@ -27,7 +27,8 @@ class HeldOutLoss:
 
     The weight of a batch is its number of labels that are targets, or of its samples where it has no labels; or of the
     values of its loss, where `resolve_loss` says so, as in training. A batch without a target has no weight, whatever
-    its loss is.
+    its loss is. A scalar is taken for a mean over the targets. Where it is a sum, a mean with weights of classes, or
+    one that ignores another label than -100, return one value for each sample or label instead.
 
     Args:
         passes: called for each evaluation; returns the batches of one pass, from the first one on.

@@ -43,6 +43,10 @@ class ConsoleStream:
             return not self._gone and self.target is not None and self.target.isatty()
         return False
 
+    def is_notebook(self) -> bool:
+        """Whether this is the output of a cell in Jupyter, which no cursor moves in but which can change in place."""
+        return type(self.target).__module__ == "ipykernel.iostream"
+
     def write(self, text: str) -> int:
         self._attempt(lambda target: _write_encodable(target, text))
         return len(text)

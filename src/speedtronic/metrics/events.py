@@ -26,6 +26,11 @@ class EventKind:
 
 
 EVENTS: Mapping[str, EventKind] = {
+    "environment": EventKind(
+        "what the numbers of a run may depend on besides its configuration, from each of its processes",
+        ("speedtronic", "torch", "python", "system", "device", "processor", "cores", "threads"),
+        level=DEBUG,
+    ),
     "train_start": EventKind(
         "`fit` starts",
         ("step", "target_steps", "device", "precision", "parameters", "micro_batches"),
@@ -79,6 +84,11 @@ EVENTS: Mapping[str, EventKind] = {
         level=DEBUG,  # a line for people says it too
     ),
     "compile": EventKind("`torch.compile` was set up, or was given up", ("status",), ("cache", "error")),
+    "ooo_backprop": EventKind(
+        "out-of-order backprop was set up, or its gain was measured; `reason` says why it is off, and `gain` is 0.05 "
+        "where an ordinary backward pass takes 5% longer",
+        ("enabled", "reason", "device", "num_streams", "stages", "gain"),
+    ),
     "optimizer_step_skipped": EventKind(
         "a gradient scaler skipped an update", ("step", "reason", "scale"), level=WARNING
     ),

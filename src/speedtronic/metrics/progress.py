@@ -1,18 +1,15 @@
-"""One live line on a terminal, below all other lines: step, bar, loss, tokens per second, time left, memory."""
+"""One live line on a terminal or in a notebook: step, bar, loss, tokens per second, time left, memory."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TextIO, TypeAlias, cast
 
 from speedtronic.metrics.console import ConsoleSink, ConsoleStream
 from speedtronic.metrics.lines import duration, short_bytes, short_number
 from speedtronic.metrics.records import ENDS, TRAIN_START, TRAIN_STEP, Record
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 ProgressMode: TypeAlias = Literal["off", "auto", "on"]
 PROGRESS_MODES: tuple[ProgressMode, ...] = ("off", "auto", "on")
@@ -24,10 +21,10 @@ _WIDE = 100  # characters; a narrower terminal gets a shorter bar, so that the n
 class ProgressSink:
     """Shows one live line while a run trains. It moves with each step, and all records appear above it.
 
-    It needs a terminal that can move its cursor; elsewhere all records go to the console. With `auto`, there is no live
-    line if the console's level hides ordinary lines; with `on`, there is. The thread that writes draws the frames, at
-    most ten a second, and lines about steps wait for the next frame. A thread of its own could hold a lock while data
-    workers are forked.
+    It needs a terminal that can move its cursor, or a cell of a Jupyter notebook, where it is the first line; elsewhere
+    all records go to the console. With `auto`, there is no live line if the console's level hides ordinary lines; with
+    `on`, there is. The thread that writes draws the frames, at most ten a second, and lines about steps wait for the
+    next frame. A thread of its own could hold a lock while data workers are forked.
 
     Args:
         console: the sink for everything but the live line.
@@ -41,8 +38,7 @@ class ProgressSink:
         self._console = console
         self._mode = mode
         self._clock = clock
-        self._live: Progress | None = None
-        self._task: TaskID | None = None
+        self._live: _TerminalLine | _NotebookLine | None = None
         self._target: float = 0
         self._step: float = 0
         self._numbers = ""
@@ -85,17 +81,35 @@ class ProgressSink:
 
     def _wanted(self, record: Record) -> bool:
         """Whether to show the live line from this `train_start` on."""
-        visible = self._console.is_terminal() and (self._mode == "on" or self._console.shows(record))
+        possible = self._console.is_terminal() or self._console.stream.is_notebook()
+        visible = possible and (self._mode == "on" or self._console.shows(record))
         return visible and all(_finite_number(record.payload, key) is not None for key in ("step", "target_steps"))
 
     def _start(self, payload: Mapping[str, Any]) -> None:
+        self._target, self._step = payload["target_steps"], payload["step"]
+        self._numbers = ""
+        stream = self._console.stream
+        self._live = _NotebookLine(stream) if stream.is_notebook() else _TerminalLine(stream.target, self._target)
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        self._drawn_at = self._clock()
+        # Rounded down: only the last step makes it 100%.
+        share = min(int(100 * self._step / self._target), 100) if self._target > 0 else 100
+        lines, self._above = self._above, []
+        self._live.draw(self._step, self._target, share, self._numbers, lines)
+
+
+class _TerminalLine:
+    """The live line as the last one of a terminal."""
+
+    def __init__(self, stream: TextIO | None, target: float) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         # rich may replace `sys.stdout` by a stream that writes above the live line. The line itself needs the old one.
-        stream = self._console.stream.target
         console = Console(file=cast("TextIO", ConsoleStream(stream)))
-        self._live = Progress(
+        self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=20 if console.width >= _WIDE else 6),
             TextColumn("{task.fields[numbers]}", markup=False),
@@ -104,22 +118,38 @@ class ProgressSink:
             redirect_stdout=stream is sys.stdout,
             redirect_stderr=stream is sys.stdout and ConsoleStream(sys.stderr).isatty(),
         )
-        self._target, self._step = payload["target_steps"], payload["step"]
-        self._numbers = ""
-        self._task = self._live.add_task("", total=self._target, completed=payload["step"], numbers="")
-        self._live.start()
+        self._task = self._progress.add_task("", total=target, numbers="")
+        self._progress.start()
 
-    def _draw(self) -> None:
-        assert self._live is not None
-        assert self._task is not None
-        self._drawn_at = self._clock()
-        # Rounded down: only the last step makes it 100%.
-        share = int(100 * self._step / self._target) if self._target > 0 else 100
-        self._live.update(self._task, completed=self._step, numbers=f"{min(share, 100)}%  {self._numbers}")
-        if self._above:
-            lines, self._above = "\n".join(self._above), []
-            self._live.console.print(lines, markup=False, highlight=False, soft_wrap=True)
-        self._live.refresh()
+    def draw(self, step: float, target: float, share: int, numbers: str, lines: Sequence[str]) -> None:
+        self._progress.update(self._task, completed=step, numbers=f"{share}%  {numbers}")
+        if lines:
+            self._progress.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        self._progress.refresh()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class _NotebookLine:
+    """The live line as an output of its own in a cell of a notebook. Other lines follow below it."""
+
+    def __init__(self, stream: ConsoleStream) -> None:
+        from IPython.display import display
+
+        self._stream = stream
+        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def draw(self, step: float, target: float, share: int, numbers: str, lines: Sequence[str]) -> None:
+        if lines:
+            self._stream.write("".join(f"{line}\n" for line in lines))
+            self._stream.flush()
+        bar = "█" * (share // 5) + "░" * (20 - share // 5)
+        text = f"step {step:.0f}/{target:.0f}  {bar}  {share}%  {numbers}"
+        self._handle.update({"text/plain": text}, raw=True)
+
+    def stop(self) -> None:
+        """The last frame stays."""
 
 
 def _numbers(payload: Mapping[str, Any]) -> str:

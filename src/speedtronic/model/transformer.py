@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
+from speedtronic import scheduling
 from speedtronic.errors import ConfigError
 from speedtronic.model.derivatives import only_backward_differentiates
 from speedtronic.model.loss import causal_cross_entropy
@@ -302,8 +303,10 @@ def fused_product(x: Tensor, *projections: nn.Module) -> Tensor:
     The weights stay separate parameters, and each call concatenates them: that copy costs little compared to the
     product, unless there are only a few rows, as in generation. Then each is called on its own, and also if any is not
     a plain `nn.Linear`: one that was replaced, that has hooks, its own forward, or another kind of weight, such as a
-    quantised one. So it is with hooks on all modules.
+    quantised one. So it is with hooks on all modules. A scheduler of out-of-order backprop takes them together.
     """
+    if (scheduled := scheduling.product(x, projections)) is not None:
+        return scheduled
     few_rows = not torch.is_grad_enabled() and x.numel() < _MANY_ROWS * x.size(-1)
     if few_rows or not all(_is_plain(projection) for projection in projections):
         return torch.cat([projection(x) for projection in projections], -1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from speedtronic.errors import ModelError
 from speedtronic.ranks import Group
+from speedtronic.scheduling import StageStreamScheduler
 from speedtronic.trainer.loss import MeanLoss
 from speedtronic.trainer.profiling import phase
 
@@ -25,6 +26,7 @@ def accumulate(
     targets: Sequence[int] | None = None,
     group: Group,
     scaler: torch.amp.GradScaler,
+    stages: StageStreamScheduler | None = None,
 ) -> Tensor:
     """Run forward and backward over the micro batches of one update.
 
@@ -37,6 +39,7 @@ def accumulate(
             batch without any has no part in it: the mean over no target may be NaN. None where every micro batch of
             every rank counts alike.
         scaler: scales a loss before its backward pass.
+        stages: puts off weight gradients within each backward pass.
 
     Returns:
         The loss of the update, which is the weighted mean of the losses: a detached 0-dim tensor on the device.
@@ -66,7 +69,11 @@ def accumulate(
             loss = loss / (expected / weight)
             # Backward at once, so that the graph of only one micro batch is alive.
             with phase("backward"):
+                if stages is not None:
+                    stages.begin()
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                if stages is not None:
+                    stages.finish()
         else:
             loss = torch.zeros_like(loss)
         total = loss.detach() if total is None else total + loss.detach()

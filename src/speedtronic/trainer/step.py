@@ -14,6 +14,7 @@ from speedtronic.errors import InputError, ModelError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
+from speedtronic.scheduling import StageStreamScheduler
 from speedtronic.trainer.compile import Compilation, is_out_of_memory
 from speedtronic.trainer.forward import Forward
 from speedtronic.trainer.gradients import accumulate, clip_gradients
@@ -89,6 +90,8 @@ class Updater:
         self._max_norm = config.optimizer.grad_clip
         self._logger = logger
         self._merged = merged
+        self._ooo_streams = config.ooo_streams if config.ooo_backprop else None
+        self._stages: StageStreamScheduler | None = None
         self._scale = scaler.get_scale() if scaler.is_enabled() else 1.0
         self._overflows = 0
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -110,9 +113,23 @@ class Updater:
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
         """
         self.guard.keep_buffers()
+        if self._ooo_streams is not None and self._stages is None:
+            # Only now, so that the average of the weights is a copy of a model without it.
+            self._stages = StageStreamScheduler(
+                self._model,
+                next(self._model.parameters()).device,
+                num_streams=self._ooo_streams,
+                logger=self._logger,
+                compiled=self._compilation.model is not None,
+            )
         loss = self._backward(batches)
         with phase("update"):
             return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
+
+    def close(self) -> None:
+        """Leave the model as it was before."""
+        if self._stages is not None:
+            self._stages.dispose()
 
     def clear_gradients(self) -> None:
         """Clear the gradients of the optimizer and of the model, and warn of parameters that nothing trains.
@@ -174,6 +191,7 @@ class Updater:
                 targets=targets,
                 group=self._group,
                 scaler=self.scaler,
+                stages=self._stages,
             )
         except RuntimeError as error:
             if _NO_SECOND_DERIVATIVE.search(str(error)) is None:

@@ -55,8 +55,7 @@ class Trainer:
         optimizer: any `torch.optim.Optimizer` over its parameters.
         dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
         device: where to train; "auto" chooses CUDA, then MPS, then the CPU.
-        config: a `SpeedtronicConfig`, or a dict of one; the defaults without it. A warning names the keys that nothing
-            acts on, such as `eval.every_steps` without an evaluator.
+        config: a `SpeedtronicConfig`, or a dict of one; the defaults without it. It warns of keys that nothing acts on.
         scheduler: advanced once per global step.
         precision: a resolved plan; from `config.precision` without it.
         logger: receives all events; one that prints to the terminal without it.
@@ -281,6 +280,7 @@ class Trainer:
             self._settle()
         if self._fit is not None:
             self._fit.between.close()
+            self._fit.updater.close()
             if self._fit.updater.scaler.is_enabled():
                 self._state.scaler = self._fit.updater.scaler.state_dict()
         self._fit = None

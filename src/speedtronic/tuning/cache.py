@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from speedtronic.config import SpeedtronicConfig
 from speedtronic.data.prepare.text_cache import cache_folder
 from speedtronic.durable.files import FileSystem, replace_file
 from speedtronic.model.wrappers import innermost
+from speedtronic.precision import processor_name
 from speedtronic.tuning.plan import Plan
 
 # What torch takes by itself. A run may change the number, and the next one in this process is on the same machine.
@@ -46,21 +46,10 @@ def machine_of(device: torch.device) -> dict[str, str]:
     """What tells machines apart on which other choices may be faster."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": str(cores()),
         "threads": str(DEFAULT_THREADS),
     }
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    except OSError:  # other systems have no such file
-        pass
-    return platform.processor() or platform.machine()
 
 
 def key_of(config: SpeedtronicConfig, model: nn.Module, machine: dict[str, str]) -> str:

@@ -26,7 +26,12 @@ _SOON = 0.5  # rounds after which a node that is idle can be forgotten, where ma
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a seed decides about a schedule before it begins. `forgets`: manifests have room for one node."""
+    """What a seed decides about a schedule before it begins.
+
+    Attributes:
+        forgets: manifests have room for one node.
+        turns: times k are the versions in one of which the k-th node must have been to be expected.
+    """
 
     seed: int
     ticks: int
@@ -46,6 +51,7 @@ class Plan:
     stranger_share: float
     settings: MasterSettings
     faults: Faults
+    turns: int
 
     @classmethod
     def of(cls, seed: int) -> Plan:
@@ -99,6 +105,7 @@ class Plan:
                 lag=choices.choice((0, 0, 30)),
                 page=choices.choice((1000, 2)),
             ),
+            turns=choices.choice((marks.TURNS, 1)),
         )
 
     def directed(self, focus: Mapping[str, Any]) -> Plan:
@@ -130,6 +137,7 @@ class Exploration:
                 quorum=settings.quorum,
                 patient=settings.grace is not None and settings.grace > plan.ticks,
                 recent_rounds=_SOON if plan.forgets else marks.RECENT_ROUNDS,
+                turns=plan.turns,
             )
         )
         self.stage = Stage(plan.seed, plan.faults, self.truth, keep_trace=keep_trace)
@@ -170,6 +178,7 @@ class Exploration:
 
     def run(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(marks, "TURNS", self.plan.turns)
             if self.plan.forgets:
                 for name, value in (("MOST_NODES", 1), ("_NODES_LEFT", 1), ("RECENT_ROUNDS", _SOON)):
                     patch.setattr(marks, name, value)

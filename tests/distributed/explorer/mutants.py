@@ -42,8 +42,8 @@ def _marks_outside(patch: pytest.MonkeyPatch) -> None:
     def without_marks(self: Manifest) -> bytes:
         return to_bytes(self.model_copy(update={"nodes": {}}))
 
-    def look_for_both(version: int, *arguments: Any) -> Procedure[tuple[Manifest | None, int]]:
-        manifest, copy = yield from look(version, *arguments)
+    def look_for_both(version: int, *arguments: Any, **options: Any) -> Procedure[tuple[Manifest | None, int]]:
+        manifest, copy = yield from look(version, *arguments, **options)
         for number in range(version, -1, -1) if manifest is not None else ():
             data = yield from Get(f"marks/{number:08d}.json", limit=1 << 20)
             if data is not None:
@@ -192,11 +192,21 @@ def _junk_counts_as_absent(patch: pytest.MonkeyPatch) -> None:
     """What lies in the place of a version and is none is not stepped over."""
     look = protocol._look_for
 
-    def look_once(version: int, *arguments: Any) -> Procedure[tuple[Manifest | None, int]]:
-        manifest, copy = yield from look(version, *arguments)
+    def look_once(version: int, *arguments: Any, **options: Any) -> Procedure[tuple[Manifest | None, int]]:
+        manifest, copy = yield from look(version, *arguments, **options)
         return (manifest, copy) if copy == 0 else (None, 0)
 
     patch.setattr(protocol, "_look_for", look_once)
+
+
+def _no_look_beside_a_free_name(patch: pytest.MonkeyPatch) -> None:
+    """A name that is free means that there is no such version, although junk may have been removed from it."""
+    look = protocol._look_for
+
+    def look_at_names(version: int, *arguments: Any, **options: Any) -> Procedure[tuple[Manifest | None, int]]:
+        return (yield from look(version, *arguments, **options | {"beside": False}))
+
+    patch.setattr(protocol, "_look_for", look_at_names)
 
 
 def _closed_session_opens_again(patch: pytest.MonkeyPatch) -> None:
@@ -269,6 +279,11 @@ def _hint_is_believed_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(master, "HINTED_VERSIONS", 10**9)
 
 
+def _nodes_that_came_once_are_expected(patch: pytest.MonkeyPatch) -> None:
+    """Who took part counts for five rounds, however many versions these are."""
+    patch.setattr(master, "taking_part", lambda head: set(marks.recent_marks(head)))
+
+
 def _look_at_consequences(exploration: Exploration) -> None:
     exploration.truth.marks_in_heads = exploration.truth.forbids = False
 
@@ -287,6 +302,7 @@ def _prepare(patch: pytest.MonkeyPatch, prepare: Callable[[Exploration], None]) 
 # Decisions of schedules that reach a fault soon.
 _CROWDED = {"quorum": 1, "expected_nodes": None, "grace": 5.0, "new_disks": False, "strangers": ()}
 _LONG = {"ticks": 800, "inner_steps": 1, "units_each": 20, "forgets": False}
+_NEW_DISKS = {"crash": 0.03, "ticks": 400, "new_disks": True, "torn": 0.0, "strangers": ()}
 _LATE = {"doubled": 0.3, "arrival": 0.0}  # everything late comes last
 
 MUTANTS = {
@@ -294,16 +310,20 @@ MUTANTS = {
     "mark-outside-the-manifest": Mutant(_marks_outside, "processed again|differs from the head|off by"),
     "overwritable-head": Mutant(_overwritable_head, r"head/\d+.json was created when the chain had"),
     "no-nonce-re-read": Mutant(_no_reread, "does not follow the|a recent head needs it|before a head had it"),
-    "no-session-id": Mutant(_no_session, "was committed a second time", {"crash": 0.03, "ticks": 400}),
+    "no-session-id": Mutant(_no_session, "was committed a second time", _NEW_DISKS),
     "delete-before-commit": Mutant(_delete_before_commit, "does not become quiet: .*in/|missing, although"),
-    "manifests-pruned": Mutant(_manifests_pruned, r"at version \d+ of|when the chain had"),
+    "manifests-pruned": Mutant(
+        _manifests_pruned, r"at version \d+ of|when the chain had|weights or momentum of version \d+"
+    ),
     "base-moved-on-acknowledgement": Mutant(
         _base_moved_on_acknowledgement, "off by|sent 2 times|moves a slot", _LONG | {"disk": 0.0, "crash": 0.02}
     ),
     "ledger-ignored": Mutant(_ledger_ignored, "sent 2 times|off by"),
     # And some more.
     "momentum-forgotten": Mutant(_momentum_forgotten, "the (weights|momentum) of version"),
-    "no-look-back": Mutant(_no_look_back, "sent 2 times|off by", _LONG | {"new_disks": True, "crash": 0.03}),
+    "no-look-back": Mutant(
+        _no_look_back, "sent 2 times|off by", _LONG | {"new_disks": True, "crash": 0.03, "checkpoint_share": 0.0}
+    ),
     "pending-forgotten": Mutant(_pending_forgotten, "off by|moves a slot"),
     # Protocol 2.
     "no-look-after-a-put": Mutant(
@@ -315,10 +335,15 @@ MUTANTS = {
         _CROWDED | _LONG | {"vanish_at": "^head/", "vanish": 0.0},
     ),
     "junk-counts-as-absent": Mutant(_junk_counts_as_absent, "does not become quiet|nobody published"),
+    "no-look-beside-a-free-name": Mutant(
+        _no_look_beside_a_free_name,
+        "when the chain had|not become quiet|is gone",
+        {"strangers": ("stray head",), "stranger_share": 0.1, "crash": 0.03},
+    ),
     "closed-session-opens-again": Mutant(
         _closed_session_opens_again,
         "was closed, and is open again",
-        _CROWDED | _LONG | _LATE | {"crash": 0.02, "nodes": 1, "masters": 1},
+        _CROWDED | _LONG | _LATE | {"crash": 0.02, "nodes": 1, "masters": 1, "max_staleness": None},
     ),
     "folded-too-early": Mutant(
         _folded_too_early, "was closed before", _CROWDED | {"hidden": r"/00000001-\w+/", "crash": 0.02, "ticks": 800}
@@ -347,5 +372,10 @@ MUTANTS = {
         _hint_is_believed_for_ever,
         "of a round, not",
         {"expected_nodes": 6, "quorum": 1, "even": True, "inner_steps": 1, "units_each": 14},
+    ),
+    "nodes-that-came-once-are-expected": Mutant(
+        _nodes_that_came_once_are_expected,
+        "of a round, not",
+        _CROWDED | _LONG | {"even": True, "units_each": 40, "nodes": 3, "masters": 1, "turns": 1, "ticks": 1500},
     ),
 }

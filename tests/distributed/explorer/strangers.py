@@ -13,6 +13,7 @@ from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import DeltaHeader, Predecessor, pack_delta
 from speedtronic.distributed.ledger import LEDGER
 from speedtronic.distributed.records import Position, session_name
+from speedtronic.distributed.requests import List, Put
 from speedtronic.distributed.schema import Schema, snapshot
 from tests.distributed.explorer.machines import Counting, NodeMachine
 from tests.distributed.explorer.schedule import Stage
@@ -71,12 +72,37 @@ class Strangers:
     # --- Heads
 
     def _stray_head(self) -> str | None:
+        if self._choices.random() < 0.5 and (removable := self._removable()):
+            name = self._choices.choice(removable)
+            self.stage.bucket.delete(name)
+            self.truth.strays.discard(name)  # what is created there now is no stray
+            self.stage.troubles["stray head removed"] += 1
+            self.stage.note(f"a stranger removes {name}")
+            return None
         version = len(self.truth.heads) + self._choices.choice((0, 0, 0, 1, 2, 5, 50))
         for place in range(_MOST_IN_A_PLACE):
             name = f"head/{version:08d}{f'.{place}' if place else ''}.json"
             if (put := self._put(name, self._no_head(version))) is not None:
                 return put
         return None
+
+    def _removable(self) -> list[str]:
+        """Stray heads in the place of versions that listings show, where no creation is on its way any more.
+
+        A name that is free again can be created again: no protocol can tell that from the first time.
+        """
+        bucket = self.stage.bucket
+        shown_since = bucket.now - bucket.lag
+        asked = [task.asks for process in self.stage.processes for task in process.tasks]
+        on_their_way = {asks.name[:13] for asks in [*asked, *self.stage.late] if isinstance(asks, Put)}
+        on_their_way |= {asks.prefix[:13] for asks in asked if isinstance(asks, List)}
+        shown = {
+            name[:13]
+            for name, copies in bucket.history.items()
+            if name.startswith("head/") and name not in self.truth.strays and copies[0].created <= shown_since
+        }
+        strays = [name for name in self.truth.strays if name.startswith("head/") and bucket.there(name) is not None]
+        return sorted(name for name in strays if name[:13] in shown - on_their_way)
 
     def _no_head(self, version: int) -> bytes:
         """Anything but the manifest of this version."""
@@ -101,7 +127,7 @@ class Strangers:
         kind = self._choices.choice(("bytes", "copy", "nan", "model"))
         if kind == "copy" and real:
             return self._put(name, self.stage.bucket.history[self._choices.choice(real)][-1].data)
-        if kind == "nan" and node.startswith("ghost"):  # of itself, a node without a disk believes what has this form
+        if kind == "nan":
             return self._put(name, self._delta(node, session, seq, value=float("nan")))
         if kind == "model":
             return self._put(name, self._delta(node, session, seq, schema_id=self._hex(64)))

@@ -13,7 +13,7 @@ SCHEDULES = 2000
 JOBS = 2
 TROUBLES = (
     *("lost", "repeated", "failed", "late", "doubled", "torn", "no space", "crash", "new disk"),
-    *("vanished", "stray head", "forged", "junk", "nan", "wrong expected_nodes"),
+    *("vanished", "stray head", "stray head removed", "forged", "junk", "nan", "wrong expected_nodes"),
 )
 
 

@@ -45,6 +45,7 @@ class Rule:
         quorum: as configured.
         patient: no round starts without a quorum.
         recent_rounds: in one of which a node must have been to take part.
+        turns: times k are the versions in one of which the k-th node must have been to take part.
     """
 
     outer: str
@@ -57,6 +58,7 @@ class Rule:
     quorum: int | None
     patient: bool
     recent_rounds: float
+    turns: int
 
     @property
     def synchronous(self) -> bool:
@@ -442,13 +444,17 @@ class Truth:
         hinted = self.rule.synchronous or before["version"] < _HINTED_VERSIONS
         if self.rule.expected is not None and hinted:
             return self.rule.expected
-        recent = {
-            _session_of(name)[0]
+        last = {
+            _session_of(name)[0]: head["version"]
             for head in past
             if before["rounds"] - float(f"{head['rounds']:.7g}") < self.rule.recent_rounds
             for name in head["applied"]
         }
-        return len(recent | present)
+        recent: list[str] = []
+        for node in sorted(last, key=lambda node: -last[node]):
+            if before["version"] - last[node] < self.rule.turns * (len(recent) + 1):
+                recent.append(node)
+        return len({*recent} | present)
 
     def has_dealt_with(self, version: int, name: str) -> bool:
         """Whether a delta was applied or rejected up to a version, or can no longer be."""

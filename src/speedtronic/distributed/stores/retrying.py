@@ -78,7 +78,9 @@ class RetryingStore:
         random: draws from [0, 1).
         clock: seconds since any moment.
         give_up: whether to stop waiting; asked before and after each pause.
-        prove: whether the store must prove, before its first request, that it creates each object only once.
+        prove: whether the store must prove that it creates each object only once, before the first request that is more
+            than the reading of one object. Reading comes first: it tells an empty folder from the store, and the proof
+            makes an object.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class RetryingStore:
             return self._store.put_if_absent(name, data, timeout=patience)
 
         # A name that is taken may have been answered before the bytes were sent.
-        return self._ask(lambda: self._upward.carry(size, timeout, put, lambda created: size * created))
+        return self._ask_proved(lambda: self._upward.carry(size, timeout, put, lambda created: size * created))
 
     def get(
         self,
@@ -138,15 +140,15 @@ class RetryingStore:
         return self._ask(lambda: self._downward.carry(most, timeout, get, lambda data: len(data or b"")))
 
     def list_after(self, prefix: str, marker: str = "", *, timeout: float = REQUEST_TIMEOUT) -> Listing:
-        return self._ask(lambda: self._store.list_after(prefix, marker, timeout=timeout))
+        return self._ask_proved(lambda: self._store.list_after(prefix, marker, timeout=timeout))
 
     def delete(self, name: str, *, timeout: float = REQUEST_TIMEOUT) -> None:
-        self._ask(lambda: self._store.delete(name, timeout=timeout))
+        self._ask_proved(lambda: self._store.delete(name, timeout=timeout))
 
     def close(self) -> None:
         self._store.close()
 
-    def _ask(self, request: Callable[[], T]) -> T:
+    def _ask_proved(self, request: Callable[[], T]) -> T:
         with self._proof:
             if self._unproven:
                 self._unproven = False
@@ -155,6 +157,9 @@ class RetryingStore:
                 except BaseException:  # whatever ended the proof, the next request starts it again; it is raised again
                     self._unproven = True
                     raise
+        return self._ask(request)
+
+    def _ask(self, request: Callable[[], T]) -> T:
         for attempt in range(1, self._attempts):
             try:
                 return request()
