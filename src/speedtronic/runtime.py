@@ -37,7 +37,7 @@ from speedtronic.config.checks import (
     refuse_what_cannot_be_trained,
 )
 from speedtronic.config.run_folder import RUN_CONFIG, imported_from, run_folder, save_run
-from speedtronic.config.sections import HELD_OUT
+from speedtronic.config.sections import HELD_OUT, MEASURES
 from speedtronic.data import Tokenizer, TrainingData, build_data
 from speedtronic.data.build import Loader, build_set
 from speedtronic.errors import CheckpointError, warn
@@ -685,11 +685,15 @@ def _build_evaluator(
         loader.restart()
         return loader
 
+    of_set, _, monitored = config.eval.monitor.rpartition("/")
     measures = {}
     for name, (loader, labels, tokenizer) in loaders.items():
         # The loss of a user's own function need not be the cross-entropy of tokens.
         is_text = tokenizer is not None or (config.data.dataset is None and name == HELD_OUT)
         of_tokens = is_text and config.loss in (None, "cross_entropy")
+        tokens = TokenMeasures(tokenizer, device) if of_tokens else None
+        if (of_set or next(iter(loaders))) == name and monitored in MEASURES[1:]:
+            _check_monitored(config.eval.monitor, monitored, tokens)
         measures[name] = HeldOutLoss(
             partial(from_the_beginning, loader),
             device=device,
@@ -697,10 +701,23 @@ def _build_evaluator(
             batches=config.eval.batches,
             labels=labels,
             metrics=build_metrics(config.eval.metrics, device),
-            tokens=TokenMeasures(tokenizer, device) if of_tokens else None,
+            tokens=tokens,
             warn=logger.warning,
         )
     return Evaluation(measures, _build_writer(data.tokenizer, config))
+
+
+def _check_monitored(monitor: str, name: str, tokens: TokenMeasures | None) -> None:
+    if tokens is None:
+        raise ConfigError(
+            f"eval.monitor: {monitor} is of language models: the data needs a tokenizer (data.tokenizer beside "
+            "data.dataset), and loss must not be a function of your own; monitor the loss or a metric instead"
+        )
+    if name not in tokens.names:
+        raise ConfigError(
+            f"eval.monitor: {monitor} needs the bytes of each token, which the tokenizer of this data does not tell; "
+            "monitor the loss or perplexity instead"
+        )
 
 
 def _build_writer(tokenizer: Tokenizer | None, config: SpeedtronicConfig) -> Write | None:

@@ -249,6 +249,12 @@ def test_what_cannot_be_evaluated_or_written_is_refused_before_training(tmp_path
     ):
         with pytest.raises(error, match=said):
             build_runtime(tiny(tmp_path, **sections))
+    perplexity = {"every_steps": 1, "monitor": "perplexity", "mode": "min"}
+    with pytest.raises(ConfigError, match=r"eval\.monitor: perplexity is of language models"):
+        build_runtime(classifier(tmp_path, eval=perplexity))
+    bits = {**perplexity, "monitor": "held_out/bits_per_byte"}
+    with pytest.raises(ConfigError, match=r"held_out/bits_per_byte needs the bytes of each token"):
+        build_runtime(text_run(tmp_path, data={"tokenizer": "chars"}, eval=bits))
     characters = text_run(
         tmp_path, data={"tokenizer": "chars"}, eval={"every_steps": 1, "samples": 1, "prompts": ["Q"]}
     )

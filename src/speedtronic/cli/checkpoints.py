@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _FIELDS = """\
 fields of the JSON objects:
   step, run_id, time, loss, eval_loss    as the checkpoint's manifest.json has them; null when it cannot be read
+  monitored   name, mode and value of what it is compared by (eval.monitor); null when it was not measured
   path        the checkpoint's folder
   size_bytes  of all its files
   newest      whether it is the one that is loaded next
@@ -113,6 +114,7 @@ def _as_json(entries: list[CheckpointEntry], newest: Path | None, best: Path | N
             "run_id": entry.manifest and entry.manifest.run_id,
             "loss": entry.manifest and entry.manifest.loss,
             "eval_loss": entry.manifest and entry.manifest.eval_loss,
+            "monitored": entry.monitored and entry.monitored.model_dump(),
             "newest": entry.path == newest,
             "best": entry.path == best,
             "problem": entry.problem,

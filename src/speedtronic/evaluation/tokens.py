@@ -31,6 +31,11 @@ class TokenMeasures:
             # One more, for -100 and for ids outside the vocabulary, which have no text.
             self._bytes = torch.tensor([*sizes, 0], device=device)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of its measures."""
+        return ["perplexity"] if self._bytes is None else ["perplexity", "bits_per_byte"]
+
     def bytes_of(self, batch: Any) -> Tensor | None:
         """The bytes of the targets of a batch: a 0-dim int64 tensor on the device. None where they cannot be told."""
         labels = batch_labels(batch)
