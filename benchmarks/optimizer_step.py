@@ -1,6 +1,7 @@
 """What an optimizer step costs, in time and in memory, beside the steps of torch and of plain code.
 
-    python benchmarks/optimizer_step.py [muon] [cautious] [memory] [--rounds N] [--bf16-rounds N] [--device D] [--json]
+    python benchmarks/optimizer_step.py [muon] [cautious] [memory] [--rounds N] [--bf16-rounds N] [--device D]
+        [--tiny] [--json]
 
 Contenders have models of their own with the same weights and gradients, and each does one step in turn (A B C A B C …);
 the figures are medians of the rounds' ratios.
@@ -219,8 +220,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--bf16-rounds", type=int, default=2, help="rounds of torch's Muon; 0 leaves it out")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tiny", action="store_true", help="models so small that the figures say nothing")
     parser.add_argument("--json", action="store_true", help="one line for a program")
     args = parser.parse_args()
+    if args.tiny:
+        globals().update(MUON_MODEL=(64, 1, 64), LARGE_MODEL=(64, 1, 64))
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"unknown case {', '.join(sorted(unknown))}: choose from {', '.join(CASES)}")
     results: dict[str, Any] = {}

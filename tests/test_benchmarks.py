@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,39 @@ def test_a_short_run_is_as_fast_with_tune_as_without() -> None:
 def test_both_ways_to_fit_are_compared_with_the_loop_by_hand() -> None:
     (record,) = records("loop_overhead.py", "--rounds", "1", "--steps", "5")
     assert record["overhead"].keys() == {"fit", "fit of build_runtime"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_check_of_a_card_reaches_its_end_on_the_cpu(tmp_path: Path) -> None:
+    """All tests and measurements for a card, in a tiny form: what it would tell of a card, nobody has seen yet."""
+    output = tmp_path / "check.md"
+    command = ["bash", str(BENCHMARKS / "gpu_check.sh"), "--dry", str(output)]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+    table = output.read_text(encoding="utf-8")
+    assert done.returncode == 0, table + done.stderr
+    for name in ("tests", "speed", "attention", "launches", "optimizers", "checkpoints"):
+        assert f"| {name} | passed |" in table
+    assert "| fit, compiled |" in table
+    assert "flash_attention_for_cpu" in table
+
+
+@pytest.mark.slow
+def test_the_check_of_a_card_says_which_part_failed_and_ends_with_1(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text('#!/bin/sh\ncase "$*" in *speed*) exit 3;; *attention*) sleep 9;; esac\n', encoding="utf-8")
+    broken.chmod(0o755)
+    output = tmp_path / "check.md"
+    script = (BENCHMARKS / "gpu_check.sh").read_text(encoding="utf-8").replace("part attention 10", "part attention 1")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/gpu_check.sh").write_text(script, encoding="utf-8")
+    command = ["bash", str(tmp_path / "benchmarks/gpu_check.sh"), str(output)]
+    done = subprocess.run(command, env={**os.environ, "PYTHON": str(broken)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    table = output.read_text(encoding="utf-8")
+    assert "| tests | passed |" in table
+    assert "| speed | failed (3) |" in table
+    assert "| attention | stopped after 1 s |" in table
 
 
 @pytest.mark.slow

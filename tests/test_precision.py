@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,12 +13,15 @@ from speedtronic.errors import ConfigError, DeviceError, NotBuiltError
 from speedtronic.precision import (
     PrecisionPlan,
     autocast_context,
+    copies_in_background,
     make_grad_scaler,
     resolve_device,
     resolve_precision,
     supports_fused_adamw,
+    use_device,
 )
 from tests.support.cases import case
+from tests.support.cuda import RecordedCuda
 
 FP32 = PrecisionPlan("fp32", torch.float32, False, False, "cpu")
 
@@ -35,6 +40,7 @@ class Machine:
         self._patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         self._patch.setattr(torch.cuda, "device_count", lambda: gpus)
         self._patch.setattr(torch.cuda, "is_bf16_supported", bf16_supported)
+        self._patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         self._patch.setattr(torch.backends.mps, "is_available", lambda: mps)
         self._patch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: macos_14)
 
@@ -125,6 +131,62 @@ def test_a_mode_that_the_device_cannot_run_becomes_fp32_with_a_warning(machine: 
             with pytest.warns(UserWarning, match=f"{mode} cannot run on {device}"):
                 plan = resolve_precision(mode, device)
             assert plan == dataclasses.replace(FP32, device_type=device)
+
+
+def test_the_card_that_trains_is_asked_for_bf16_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = RecordedCuda(monkeypatch, bf16={1})
+    assert [resolve_precision("auto", device).mode for device in ("cuda:1", "cuda:0", "cuda")] == [
+        "bf16",
+        "fp16",
+        "fp16",
+    ]
+    assert cuda.current == 0, "asking changes nothing"
+
+
+def test_a_card_with_a_number_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = RecordedCuda(monkeypatch)
+    for name in ("cuda:1", "cuda", "cpu", "mps"):
+        use_device(torch.device(name))
+    assert (cuda.calls, cuda.current) == ([("set_device", 1)], 1)
+
+
+@pytest.fixture
+def products_as_they_were() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.usefixtures("products_as_they_were")
+def test_tf32_is_set_for_products_and_convolutions_on_cuda_and_left_alone_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    RecordedCuda(monkeypatch)
+
+    def settings() -> tuple[str, bool, str]:
+        matmul = torch.backends.cuda.matmul.fp32_precision
+        return matmul, torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    before = settings()
+    for device, tf32, expected in (
+        ("cpu", True, before),
+        ("cuda", None, before),
+        ("cuda", True, ("tf32", True, "high")),
+        ("cuda:1", None, ("tf32", True, "high")),
+        ("cuda:1", False, ("ieee", False, "highest")),
+    ):
+        with case(device, tf32):
+            use_device(torch.device(device), tf32)
+            assert settings() == expected
+
+
+def test_a_copy_goes_on_in_the_background_from_the_host_alone_and_never_to_mps() -> None:
+    here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
+    for device, may in (("cuda", True), ("cuda:1", True), ("cpu", True), ("mps", False)):
+        with case(device):
+            assert copies_in_background(here, torch.device(device)) is may
+            assert copies_in_background(elsewhere, torch.device(device)) is False
 
 
 def test_the_dtype_names_the_autocast_dtype_when_the_mode_is_auto() -> None:

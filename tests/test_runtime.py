@@ -38,9 +38,12 @@ from speedtronic.runtime import (
     build_scheduler,
     seed_everything,
     train_from_config,
+    tune_from_config,
 )
 from speedtronic.trainer import Trainer, TrainResult
+from tests.support.cases import case
 from tests.support.configs import tiny
+from tests.support.cuda import RecordedCuda
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +141,30 @@ def test_the_device_argument_comes_before_the_config(tmp_path: Path) -> None:
 def test_an_explicit_device_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="cuda"):
         build_runtime(tiny(tmp_path, run={"device": "cuda"}))
+
+
+def test_the_card_of_a_run_is_the_current_one_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = RecordedCuda(monkeypatch, bf16={1})
+    asked: list[tuple[str, Any]] = []
+
+    class ModelBuiltError(Exception):
+        pass
+
+    def build(section: Any) -> nn.Module:
+        asked.extend(cuda.calls)
+        raise ModelBuiltError
+
+    monkeypatch.setattr(runtime, "build_model", build)
+    for built in (build_runtime, tune_from_config):
+        with case(built.__name__):
+            cuda.calls.clear()
+            asked.clear()
+            cuda.current = 0
+            with pytest.raises(ModelBuiltError):
+                built(tiny(tmp_path, run={"device": "cuda:1"}, tune="off"))
+            assert asked == [("set_device", 1)]
 
 
 def test_a_zero_target_is_refused_rather_than_replaced(tmp_path: Path) -> None:
@@ -626,15 +653,35 @@ def test_the_schedule_starts_at_its_warmup_and_moves_per_call() -> None:
     assert rates == pytest.approx([0.5, 1.0, 1.5])
 
 
-def test_threads_and_determinism_are_configured(tmp_path: Path) -> None:
+def test_threads_and_determinism_are_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "to be put back after the test")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     threads = torch.get_num_threads()
     try:
         build_runtime(tiny(tmp_path, run={"threads": 1, "deterministic": True}))
         assert torch.get_num_threads() == 1
         assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "cuBLAS reads it when it starts"
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)
+
+
+def test_cudnn_measures_convolutions_on_a_card_unless_the_run_is_deterministic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases = (
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), "cuda", False, True),
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), "cuda", True, False),
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), "cpu", False, False),
+        (nn.Linear(1, 1), "cuda:1", False, False),
+    )
+    for model, device, deterministic, measures in cases:
+        with case(model, device, deterministic):
+            monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+            config = SpeedtronicConfig.from_dict({"run": {"deterministic": deterministic}})
+            runtime._tune_convolutions(model, config, torch.device(device))
+            assert torch.backends.cudnn.benchmark is measures
 
 
 def test_held_out_data_is_evaluated_at_the_end(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,38 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
         choices = ", ".join(_available_devices())
         raise DeviceError(f"device {str(device)!r} is not available on this machine; available: {choices}")
     return device
+
+
+def use_device(device: torch.device, tf32: bool | None = None) -> None:
+    """Make `device` the current CUDA device of this thread, if it is one with a number, and set what `tf32` says.
+
+    What names no device, such as a new event or page-locked memory, then belongs to it. Otherwise torch would use the
+    first card for that: read numbers before they have arrived, and keep some hundred MiB of a card that trains nothing.
+
+    Args:
+        device: where to train.
+        tf32: whether float32 products and convolutions on CUDA are computed in TF32; None leaves torch's settings.
+    """
+    if device.type != "cuda":
+        return
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    if tf32 is not None:
+        with warnings.catch_warnings():
+            # torch recommends a setting for each kind of operation instead. With these alone, torch's own compiler
+            # fails where it asks for the one of all products (torch 2.13).
+            warnings.simplefilter("ignore")
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = tf32
+
+
+def copies_in_background(tensor: torch.Tensor, device: torch.device) -> bool:
+    """What `non_blocking` should be when `tensor` is copied to `device`: true from the host, but to MPS.
+
+    CUDA keeps the memory of the host until the copy is done, or copies it aside before the call returns. MPS may read
+    it after it was freed (pytorch issues 139550 and 189690), and what is copied to the host may be read too early.
+    """
+    return tensor.device.type == "cpu" and device.type != "mps"
 
 
 def resolve_precision(
@@ -150,22 +183,24 @@ def _requested_mode(config: PrecisionConfig | str) -> Mode | Literal["auto"]:
 def _preferred_mode(device: torch.device) -> Mode:
     if device.type != "cuda":
         return "fp32"
-    return "bf16" if _cuda_computes_bf16() else "fp16"
+    return "bf16" if computes_bf16(device) else "fp16"
 
 
 def _can_run(mode: Mode, device: torch.device) -> bool:
     if mode == "fp32":
         return True
     if device.type == "cuda":
-        return mode == "fp16" or _cuda_computes_bf16()
+        return mode == "fp16" or computes_bf16(device)
     if device.type == "mps":
         return mode == "bf16" and torch.backends.mps.is_macos_or_newer(14, 0)
     return mode == "bf16"
 
 
-def _cuda_computes_bf16() -> bool:
-    # Older GPUs emulate bfloat16, which is slower than float32.
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+def computes_bf16(device: torch.device) -> bool:
+    """Whether a CUDA device computes in bfloat16. Older ones emulate it, which is slower than float32."""
+    # torch asks the current device.
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def processor_name() -> str:

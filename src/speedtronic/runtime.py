@@ -50,7 +50,7 @@ from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_hybrid
 from speedtronic.optimizers.schedules import wsd_decay_steps
-from speedtronic.precision import PrecisionPlan, processor_name, resolve_device, resolve_precision
+from speedtronic.precision import PrecisionPlan, processor_name, resolve_device, resolve_precision, use_device
 from speedtronic.registry import build_model, import_factory, registry
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
@@ -143,6 +143,7 @@ def _build(
     seed_everything(settings.run.seed)
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
+    use_device(target_device, settings.precision.tf32)
     resume = resume or settings.checkpoint.resume
     folder = run_folder(settings)
     logger = build_logger(settings)
@@ -163,6 +164,7 @@ def _build(
         logger.warning(doubt)
 
     model = build_model(settings.model).to(target_device)
+    _tune_convolutions(model, settings, target_device)
     if uninitialized(model):
         _initialize_lazy_modules(model, data.train, settings, target_device, precision, logger)
     _check_takes_documents(model, settings)
@@ -253,7 +255,9 @@ def tune_from_config(config: ConfigSource, *, device: str | torch.device | None 
     seed_everything(settings.run.seed)
     _configure_torch(settings)
     target_device = resolve_device(device if device is not None else settings.run.device)
+    use_device(target_device, settings.precision.tf32)
     model = build_model(settings.model).to(target_device)
+    _tune_convolutions(model, settings, target_device)
     if uninitialized(model):
         precision, quiet = resolve_precision(settings.precision, target_device), MetricLogger(level="ERROR")
         _initialize_lazy_modules(
@@ -394,7 +398,16 @@ def _configure_torch(config: SpeedtronicConfig) -> None:
     if config.compile:
         keep_compiled_code()  # before anything compiles
     if config.run.deterministic:
+        # cuBLAS reads it when it starts, and without it torch refuses its products (NVIDIA's cuBLAS manual, results
+        # reproducibility). What the user has set stays.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def _tune_convolutions(model: nn.Module, config: SpeedtronicConfig, device: torch.device) -> None:
+    """Let cuDNN measure its ways to compute the convolutions of a model, and take the fastest, if runs may differ."""
+    if device.type == "cuda" and any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
+        torch.backends.cudnn.benchmark = not config.run.deterministic
 
 
 def build_optimizer(

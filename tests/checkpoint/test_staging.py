@@ -100,6 +100,20 @@ def test_released_memory_is_taken_again() -> None:
     assert data_of(buffer) == before
 
 
+def test_pinned_memory_goes_back_to_the_system_once_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator would keep it locked, as large as the state, until the process ends."""
+    left: list[list[int]] = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: left.append(memory_of(buffer)))
+    buffer = filled({"a": torch.zeros(4)})
+    buffer.release()
+    assert left == [], "what is not pinned is no memory of that allocator"
+    buffer = filled({"a": torch.zeros(4)})
+    buffer._pinned = True  # as it is where a tensor is on a card
+    buffer.release()
+    buffer.release()
+    assert left == [[]], "once, and after the blocks were freed"
+
+
 def test_no_memory_for_the_copies_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 

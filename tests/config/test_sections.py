@@ -108,7 +108,7 @@ DEFAULTS = {
         "min_lr_ratio": 0.1,
         "decay_steps": None,
     },
-    "precision": {"mode": "auto", "dtype": None},
+    "precision": {"mode": "auto", "dtype": None, "tf32": None},
     "checkpoint": {
         "enabled": True,
         "directory": "checkpoints",

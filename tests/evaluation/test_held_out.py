@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedtronic.checkpoint import capture_rng_state
 from speedtronic.errors import DataError, ModelError
@@ -47,6 +48,28 @@ def test_batches_weigh_by_their_targets() -> None:
     numbers = evaluator([batch(1, 1, 1), batch(5, -100, -100)])(Model())
     assert numbers["loss"] == pytest.approx((3 * 1 + 1 * 5) / 4)
     assert (numbers["targets"], numbers["batches"]) == (4, 2)
+
+
+def test_no_weight_is_copied_to_the_device_while_batches_are_evaluated() -> None:
+    """A copy of one number from the host would wait for all that the device still has to do."""
+    copies: list[tuple[int, ...]] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("meta"):
+                copies.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    class Mean(nn.Module):
+        def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+            return (inputs + labels).mean()
+
+    held_out = [{"inputs": torch.ones(3, 2), "labels": torch.ones(3, 2, dtype=torch.long)}] * 3
+    device = torch.device("meta")  # computes nothing, so the losses cannot be read in the end
+    measure = HeldOutLoss(lambda: held_out, device=device, precision=resolve_precision("fp32", CPU))
+    with Copies(), pytest.raises(NotImplementedError):
+        measure(Mean())
+    assert copies == [(3, 2)] * 6
 
 
 def test_batches_without_labels_weigh_by_their_samples() -> None:

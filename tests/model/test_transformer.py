@@ -677,21 +677,6 @@ def test_one_document_is_plain_causal_attention() -> None:
     torch.testing.assert_close(masked, model(ids)["logits"], rtol=1e-5, atol=1e-5)
 
 
-def test_the_mask_is_made_once_for_all_layers() -> None:
-    masks = []
-    original = nn.functional.scaled_dot_product_attention
-
-    def spy(*tensors: Tensor, **options: Any) -> Tensor:
-        masks.append(options["attn_mask"])
-        return original(*tensors, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.functional, "scaled_dot_product_attention", spy)
-        tiny()(tokens(), document_ids=packed_ids())
-    assert masks[0] is masks[1]
-    assert (masks[0].shape, masks[0].dtype) == ((2, 1, 12, 12), torch.bool)
-
-
 def test_a_row_of_only_padding_stays_finite() -> None:
     model, ids = tiny(), tokens()
     mask = torch.ones(2, 12, dtype=torch.bool)
@@ -912,3 +897,48 @@ def test_the_model_compiles_without_a_graph_break(recompute: bool, dynamic: bool
         torch.testing.assert_close(out["logits"], expected["logits"])
         out["loss"].backward()
         assert out["loss"].item() == 0.0
+
+
+def test_attention_with_a_mask_gets_one_bias_for_all_layers_and_as_many_key_heads_as_query_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A card's quick kernels refuse a mask beside grouped heads, and a mask of bools becomes a bias in each layer."""
+    seen: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+    attention = F.scaled_dot_product_attention
+
+    def recorded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.append((query, key, options))
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    model = tiny(n_layer=3, n_head=4, n_kv_head=2)
+    ids = torch.arange(12).reshape(2, 6) % 11
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1] * 6])
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        with case(precision):
+            seen.clear()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                model(ids, attention_mask=mask)
+            assert len({id(options["attn_mask"]) for _, _, options in seen}) == 1
+            for query, key, options in seen:
+                assert options["attn_mask"].dtype == query.dtype == dtype
+                assert key.shape == query.shape
+                assert not options["enable_gqa"]
+    seen.clear()
+    model(ids)
+    assert all(key.size(1) == 2 and options["enable_gqa"] for _, key, options in seen), "without a mask they may differ"
+
+
+def test_repeated_key_heads_and_a_bias_give_what_grouped_heads_and_bools_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(n_layer=2, n_head=4, n_kv_head=2)
+    ids = torch.arange(12).reshape(2, 6) % 11
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    ours = model(ids, ids, document_ids=documents)
+    attention = F.scaled_dot_product_attention
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor, **options: Any) -> Tensor:
+        del options
+        return attention(query, key[:, ::2], value[:, ::2], attn_mask=attn_mask == 0, enable_gqa=True)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
+    torch.testing.assert_close(model(ids, ids, document_ids=documents)["logits"], ours["logits"])

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 from speedtronic import ReferenceTransformer
 from speedtronic.errors import ConfigError
+from speedtronic.metrics import MetricLogger
 from speedtronic.runtime import seed_everything
 from speedtronic.trainer import Trainer
-from speedtronic.trainer.compile import keep_compiled_code, repeated_blocks
+from speedtronic.trainer.compile import Compilation, CompiledModel, keep_compiled_code, repeated_blocks
+from tests.support.cases import case
 from tests.support.models import (
     ACCUMULATE_TWO,
     Events,
     Regression,
+    Silence,
     config_of,
     make_trainer,
     regression_batches,
@@ -264,3 +267,89 @@ def test_a_really_compiled_model_trains_and_saves_plain_names() -> None:
     compiled_losses = [record["loss"] for record in ours.fit(4).metrics]
     assert compiled_losses == pytest.approx([record["loss"] for record in eager.fit(4).metrics], rel=1e-5)
     assert ours.state_dict()["model"].keys() == eager.state_dict()["model"].keys()
+
+
+# ---------------------------------------------------------------- what compiled code returns
+
+
+def test_compiled_code_returns_the_loss_alone_where_nothing_reads_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: list[Any] = []
+
+    def recorded(code: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(code(*args, **kwargs))
+            return outputs[-1]
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", recorded)
+    for loss_fn, keys in ((None, {"loss"}), (lambda output, batch: output["loss"], {"loss", "logits"})):
+        outputs.clear()
+        make_trainer(tiny_model(), token_batches(2), config=config_of(compile=True), loss_fn=loss_fn).fit(1)
+        assert [set(output) for output in outputs] == [keys]
+
+
+def test_an_output_without_a_loss_is_returned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda code, **options: code)
+    compiled = CompiledModel(tiny_model(), mode=None, dynamic=None, loss_alone=True)
+    (batch,) = token_batches(2)
+    assert compiled(batch["input_ids"])["logits"].shape == (2, 6, 11)
+    plain = nn.Linear(3, 2)
+    assert torch.is_tensor(CompiledModel(plain, mode=None, dynamic=None, loss_alone=True)(torch.ones(1, 3)))
+
+
+@pytest.mark.slow
+def test_the_backward_pass_of_compiled_code_gets_no_gradient_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    backward: list[list[tuple[int, ...]]] = []
+
+    def forward_compiler(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(graph)
+
+    def backward_compiler(graph: Any, inputs: Any) -> Any:
+        # What comes from outside are the tangents; all else was kept by the forward pass.
+        tangents = [node for node in graph.graph.nodes if node.op == "placeholder" and "tangents" in node.name]
+        backward.append([tuple(node.meta["val"].shape) for node in tangents])
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    losses = []
+    for loss_fn, tangents in ((None, [()]), (lambda output, batch: output["loss"], [(2, 6, 11), ()])):
+        torch._dynamo.reset()
+        backward.clear()
+        events = Events()
+        ours = make_trainer(
+            tiny_model(), token_batches(2), config=config_of(compile=True), loss_fn=loss_fn, events=events
+        )
+        losses.append([record["loss"] for record in ours.fit(3).metrics])
+        assert backward == [tangents]
+        assert [payload["status"] for payload in events.of("compile")] == ["enabled"]
+    assert losses[0] == losses[1]
+
+
+def test_a_mode_that_records_graphs_is_refused_on_a_card_where_gradients_are_added_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    logger = MetricLogger(stream=Silence())
+    model = tiny_model()
+    two = {"micro_batch_size": 4, "target_batch_size": 8}
+    for mode, device, data, merged, refused in (
+        ("reduce-overhead", "cuda", two, 1, True),
+        ("max-autotune", "cuda:1", two, 1, True),
+        ("max-autotune-no-cudagraphs", "cuda", two, 1, False),
+        (None, "cuda", two, 1, False),
+        ("reduce-overhead", "cuda", two, 2, False),
+        ("reduce-overhead", "cuda", {}, 1, False),
+        ("reduce-overhead", "cpu", two, 1, False),
+    ):
+        with case(mode, device, data, merged):
+            config = config_of(compile=True, compile_options={"mode": mode}, data=data)
+            if not refused:
+                Compilation(model, config, logger, torch.device(device), merged, None)
+                continue
+            with pytest.raises(ConfigError, match=rf"compile_options.mode: {mode} .* 2 backward .*no-cudagraphs"):
+                Compilation(model, config, logger, torch.device(device), merged, None)

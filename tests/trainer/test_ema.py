@@ -18,7 +18,7 @@ from speedtronic.errors import CheckpointError, ConfigError, NonFiniteError
 from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan
 from speedtronic.runtime import build_runtime, train_from_config
-from speedtronic.trainer import Trainer
+from speedtronic.trainer import Trainer, ema
 from speedtronic.trainer.ema import WeightAverage
 from tests.support.configs import tiny
 from tests.support.models import Endless, Regression, Silence, make_trainer, regression_batches
@@ -58,6 +58,11 @@ def train(model: nn.Module, updates: int, after_each: Callable[[], None]) -> Non
         after_each()
 
 
+@pytest.fixture(params=[True, False], ids=["the verdict is on the host", "the verdict is on a device"])
+def host(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 def kept(average: WeightAverage) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in average.state_dict().items()}
 
@@ -73,7 +78,10 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("decay", [0.999, 0.9, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("verdict", [APPLIED, None])
-def test_the_average_is_that_of_torch_bit_for_bit(decay: float, dtype: torch.dtype, verdict: Tensor | None) -> None:
+def test_the_average_is_that_of_torch_bit_for_bit(
+    decay: float, dtype: torch.dtype, verdict: Tensor | None, monkeypatch: pytest.MonkeyPatch, host: bool
+) -> None:
+    monkeypatch.setattr(ema, "_is_on_host", lambda tensor: host)
     model = mixed(dtype)
     ours = WeightAverage(model, decay)
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
@@ -102,13 +110,26 @@ def test_the_average_begins_with_the_initial_weights_and_decays_by_its_formula()
         torch.testing.assert_close(ours.state_dict()[name].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_refused_update_leaves_the_average_bit_for_bit() -> None:
+def test_a_refused_update_leaves_the_average_bit_for_bit(monkeypatch: pytest.MonkeyPatch, host: bool) -> None:
+    monkeypatch.setattr(ema, "_is_on_host", lambda tensor: host)
     model = mixed()
     ours = WeightAverage(model, 0.9)
     train(model, 3, lambda: ours.update(APPLIED))
     before = kept(ours)
     ours.update(REFUSED)
     assert_same(kept(ours), before)
+
+
+def test_weights_are_averaged_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ema, "_CHUNK", 5)
+    monkeypatch.setattr(ema, "_is_on_host", lambda tensor: False)
+    model = mixed()
+    ours = WeightAverage(model, 0.9)
+    assert [len(chunk) for chunk in ours._chunks] == [1, 1, 1]
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    theirs.update_parameters(model)
+    train(model, 3, lambda: (ours.update(APPLIED), theirs.update_parameters(model)))
+    assert_same(dict(ours.model().named_parameters()), dict(theirs.module.named_parameters()))
 
 
 def test_the_average_of_half_precision_weights_does_not_stand_still() -> None:
@@ -167,7 +188,8 @@ def test_a_model_that_moves_its_weights_in_a_forward_shows_the_average_on() -> N
     torch.testing.assert_close(copied.detach(), model.weight.detach() - 0.5)
 
 
-def test_an_average_takes_no_number_from_the_device() -> None:
+def test_an_average_takes_no_number_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ema, "_is_on_host", lambda tensor: False)
     model = mixed()
     ours = WeightAverage(model, 0.9)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -48,6 +48,18 @@ def test_tensors_move_without_blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [{"non_blocking": True}] * 2
 
 
+def test_a_copy_to_mps_waits_since_it_may_read_memory_that_was_freed() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Recorder(Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Tensor:
+            seen.append((*args, kwargs))
+            return self
+
+    move_batch({"x": torch.ones(1).as_subclass(Recorder)}, torch.device("mps"))
+    assert seen == [(torch.device("mps"), {"non_blocking": False})]
+
+
 IDS = torch.zeros(2, 5, dtype=torch.long)
 
 

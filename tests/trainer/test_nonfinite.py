@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,26 @@ def test_an_ordinary_optimizer_is_not_stepped_and_the_host_knows() -> None:
     weights, refused = run_updates("stop", fused=False, losses=[ONE, NAN])
     assert weights == [-1.0, -1.0]
     assert refused == [False, True]
+
+
+def test_on_mps_the_host_reads_the_verdict_since_the_fused_kernel_there_does_not_obey_it() -> None:
+    class FusedOnMps:
+        """Stands in for a fused optimizer whose weights are on MPS, and says that it takes the verdict."""
+
+        def __init__(self) -> None:
+            self.param_groups = [{"params": [SimpleNamespace(device=torch.device("mps"))]}]
+            self._step_supports_amp_scaling = True
+            self.steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    optimizer: Any = FusedOnMps()
+    guard = NonFiniteGuard("skip", optimizer)
+    for loss, refused in ((ONE, False), (NAN, True), (ONE, False)):
+        guard.step(guard.inspect(loss, ONE))
+        assert guard.refused is refused
+    assert optimizer.steps == 2
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.metrics import MetricLogger
-from speedtronic.trainer import Callback, RunView
+from speedtronic.trainer import Callback, RunView, throughput
+from tests.support.cases import case
 from tests.support.models import (
     Endless,
     Events,
@@ -64,6 +65,38 @@ def takes(clock: Clock, seconds: float) -> Callable[[nn.Module, Callable[[], boo
         return {"loss": 0.5}
 
     return evaluate
+
+
+def test_a_first_step_that_compiles_is_in_no_rate_of_its_interval_but_alone(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    batches = [(torch.ones(4, 3, dtype=torch.long), torch.zeros(4, 1))]
+    for compiled, rates in (
+        (True, [1 / 60, 2.0, 2.0, 2.0, 2.0, 2.0]),
+        (False, [1 / 60, 2 / 60.5, 3 / 61, 2.0, 2.0, 2.0]),
+    ):
+        with case(compiled):
+            logger = MetricLogger(stream=Silence(), every_steps=3)
+            model = Timed(clock, [60.0] + [0.5] * 5)
+            ours = make_trainer(model, batches, logger=logger, config=config_of(compile=compiled))
+            records = ours.fit(6).metrics
+            assert [record["interval_steps_per_sec"] for record in records] == pytest.approx(rates)
+            assert [record["interval_tokens_per_sec"] for record in records] == pytest.approx([12 * r for r in rates])
+            assert records[2]["interval_loss"] == pytest.approx(sum(record["loss"] for record in records[:3]) / 3)
+
+
+def test_the_device_is_asked_for_its_figures_once_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def peak(device: torch.device) -> int:
+        asked.append(len(asked))
+        return len(asked)
+
+    monkeypatch.setattr(throughput, "peak_memory_bytes", peak)
+    records = make_trainer(logger=MetricLogger(stream=Silence(), every_steps=5)).fit(10).metrics
+    assert len(asked) == 3, "at the start, and for each of two logs"
+    assert [record["peak_memory_bytes"] for record in records] == [2] * 5 + [3] * 5
 
 
 def test_the_rate_of_an_interval_is_not_the_mean_since_the_start(clock: Clock) -> None:

@@ -24,6 +24,7 @@ from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precisi
 from speedtronic.shapes import ShapeReport, resolve_shape_profile
 from speedtronic.trainer import SpeedtronicTrainer, Trainer, TrainingEngine
 from speedtronic.trainer.result import MetricRecords
+from tests.support.cuda import RecordedCuda
 from tests.support.models import (
     ACCUMULATE_TWO,
     Coordinator,
@@ -74,6 +75,22 @@ def by_hand(steps: int, accumulation: int = 1, clip: float | None = None) -> tup
         optimizer.zero_grad()
         losses.append(total)
     return losses, model
+
+
+def test_the_card_that_trains_is_the_current_one_before_the_model_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = RecordedCuda(monkeypatch, bf16={1})
+
+    class Moved(Regression):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            cuda.calls.append(("to", *args))
+            raise torch.OutOfMemoryError("the test ends here")
+
+    model = Moved()
+    ours = Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), regression_batches(), device="cuda:1")
+    assert ours.precision.mode == "bf16"
+    with pytest.raises(torch.OutOfMemoryError):
+        ours.fit(1)
+    assert cuda.calls == [("set_device", 1), ("to", torch.device("cuda:1"))]
 
 
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, None), (2, 0.5)])

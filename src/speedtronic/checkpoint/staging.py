@@ -25,7 +25,7 @@ class StagingBuffer:
     """Memory for copies of tensors. The next `fill` with the same names, shapes and dtypes uses it again.
 
     It is as large as the tensors, until `release` or the end of the object. If one of them is on a CUDA device, it is
-    pinned.
+    pinned: the first `fill` then waits until the system has locked so many pages, in blocks that are powers of two.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,11 @@ class StagingBuffer:
             yield block.numpy().data
 
     def release(self) -> None:
-        """Free the memory."""
+        """Free the memory, and give pinned memory back to the system."""
         self._slots, self._blocks, self._places, self._header = [], [], {}, None
+        if self._pinned:
+            self._pinned = False
+            _empty_host_cache()
 
     def _arrange(self, slots: list[_Slot], tensors: Mapping[str, Tensor], pinned: bool) -> None:
         self.release()
@@ -95,6 +98,13 @@ def _in_blocks(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         size += tensors[name].nbytes
     if names:
         yield names
+
+
+def _empty_host_cache() -> None:
+    """Unlock the pinned memory that nobody uses. torch would keep it for later, and no other process could have it."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.9 has none, and keeps it
+    if empty is not None:
+        empty()
 
 
 def _allocate(size: int, pinned: bool) -> Tensor:

@@ -52,7 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     from speedtronic.generation import check_seed, generator_from_weights, load_generator
-    from speedtronic.precision import resolve_device
+    from speedtronic.precision import resolve_device, use_device
     from speedtronic.runtime import import_plugins
 
     if args.num_samples < 1:
@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             f"{file}: a file of weights does not say what model they are of; add it: CONFIG --weights {file}"
         )
     device = resolve_device(args.device)
+    use_device(device)
     found = find_checkpoints(args) if args.weights is None else _find_model(args)
     if hidden := [key for key in found.secrets if key.startswith("model.extra.")]:
         output.warn(f"the folder of a run keeps no secrets, so {', '.join(hidden)} is null")

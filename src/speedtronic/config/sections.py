@@ -489,6 +489,11 @@ class PrecisionConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
         default=None, description="Autocast dtype in mode auto; null: the mode decides."
     )
+    tf32: bool | None = Field(
+        default=None,
+        description="On CUDA, compute float32 products and convolutions in TF32: faster, with 10 bits after the point. "
+        "Null: torch's own setting, which is TF32 for convolutions alone.",
+    )
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -800,7 +805,9 @@ class CompileOptions(Section):
     section_name: ClassVar[str] = "compile_options"
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = Field(
-        default=None, description="Mode of torch.compile; null is PyTorch's default."
+        default=None,
+        description="Mode of torch.compile; null is PyTorch's default. On CUDA, reduce-overhead and max-autotune "
+        "record graphs, which need one micro batch an update.",
     )
     dynamic: bool | None = Field(default=None, description="Compile for changing shapes; null lets PyTorch find out.")
     regional: bool = Field(

@@ -91,9 +91,10 @@ class HeldOutLoss:
         forward = Forward(
             model, self._precision, loss_fn=self.loss_fn, warn=lambda message: self._once(message, message)
         )
-        # Summed losses and weights stay on the device until the end, so that no batch waits for the one before it.
+        # Losses stay on the device until the end, and weights where they were counted, which is mostly the host. So no
+        # batch waits for the one before it, as a copy of one number to the device would.
         losses: list[Tensor] = []
-        weights: list[Tensor] = []
+        weights: list[int | Tensor] = []
         text_bytes: list[Tensor] = []
         of_tokens = self._tokens is not None
         with evaluation_mode(model), keep_random_state(), torch.no_grad(), _keep_buffers(model, self._once):
@@ -107,9 +108,7 @@ class HeldOutLoss:
                     weight = count_labels(aligned)
                 elif weight is None:
                     weight = batch_size_and_tokens(aligned, self._once)[0]
-                weight = torch.as_tensor(weight, device=self._device)
-                # The mean over no target is NaN, and 0 · NaN would be too.
-                losses.append(torch.where(weight > 0, loss * weight, 0.0))
+                losses.append(loss)
                 weights.append(weight)
                 if self._tokens is not None and (size := self._tokens.bytes_of(moved)) is not None:
                     text_bytes.append(size)
@@ -118,10 +117,12 @@ class HeldOutLoss:
         forward.settle()
         if should_stop():
             return None
-        total = int(torch.stack(weights).sum()) if weights else 0
+        counts = torch.tensor([int(weight) for weight in weights], dtype=torch.float64)
+        total = int(counts.sum())
         if total == 0:
             raise DataError(f"the held-out data has no target to evaluate on ({len(weights)} batches)")
-        summed = float(torch.stack(losses).sum())
+        # The mean over no target is NaN, and 0 · NaN would be too.
+        summed = float(torch.where(counts > 0, torch.stack(losses).cpu() * counts, 0.0).sum())
         numbers = {"loss": summed / total}
         if self._tokens is not None and of_tokens:
             numbers |= self._tokens.measures(summed, total, int(torch.stack(text_bytes).sum()) if text_bytes else None)

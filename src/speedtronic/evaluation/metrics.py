@@ -83,7 +83,7 @@ def predictions_and_targets(output: Any, batch: Any, on_host: Any, *, output_is_
             f"eval.metrics: a metric compares predictions with the labels of a batch, which are its "
             f"{', '.join(LABELS)} or its second field, and this batch has none"
         )
-    labels = labels.to(predictions.device, non_blocking=True)  # those of an array are still on the host
+    labels = labels.to(predictions.device)  # those of an array are still on the host
     if predictions.is_floating_point():
         predictions = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
     if labels.is_floating_point() or labels.dtype in (torch.bool, torch.uint8):
@@ -114,7 +114,9 @@ def predictions_and_targets(output: Any, batch: Any, on_host: Any, *, output_is_
             f"labels of shape {tuple(labels.shape)} do not tell which predictions to leave out"
         )
     if ignored.any():
-        kept = (~ignored).reshape(-1).nonzero().squeeze(1).to(labels.device, non_blocking=True)
+        # Their places in order, without a look at the device, since their number is known.
+        places = torch.argsort((labels == IGNORE_INDEX).byte(), stable=True)
+        kept = places[: int((~ignored).sum())]
         predictions, labels = predictions.index_select(0, kept), labels.index_select(0, kept)
     return predictions, labels
 

@@ -41,7 +41,7 @@ class TokenMeasures:
         labels = batch_labels(batch)
         if self._bytes is None or labels is None or labels.is_floating_point():
             return None
-        labels = labels.to(self._bytes.device, non_blocking=True)  # those of an array are still on the host
+        labels = labels.to(self._bytes.device)  # those of an array are still on the host
         none = len(self._bytes) - 1
         return self._bytes[torch.where(labels < 0, none, labels.clamp(max=none).long())].sum()
 

@@ -38,7 +38,9 @@ EVENTS: Mapping[str, EventKind] = {
     "train_step": EventKind(
         "one optimizer update; the sinks get every `logging.every_steps`-th one and the last one, the hooks get all. "
         "`…_per_sec` is a mean since `fit` began. `interval_…` is since the last step that was logged, without "
-        "evaluations; `interval_loss` is a mean of the finite losses, and `mfu` is of the interval too",
+        "evaluations, and without a first step that compiles or loads the kernels of a card where others follow it; "
+        "`interval_loss` is a mean of the finite losses, and `mfu` is of the interval too. Memory is read once a log. "
+        "`gpu_busy_percent` needs `speedtronic[gpu]`",
         (
             "step",
             "loss",
@@ -58,7 +60,7 @@ EVENTS: Mapping[str, EventKind] = {
             "peak_memory_bytes",
             "eta_s",
         ),
-        ("mfu",),
+        ("peak_reserved_bytes", "gpu_busy_percent", "mfu"),
     ),
     "train_end": EventKind(
         "`fit` ends without an error",

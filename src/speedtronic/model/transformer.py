@@ -349,7 +349,7 @@ class CausalSelfAttention(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        allowed: Tensor | None = None,
+        bias: Tensor | None = None,
         past: tuple[Tensor, Tensor, int] | None = None,
     ) -> Tensor:
         """Attend.
@@ -357,8 +357,8 @@ class CausalSelfAttention(nn.Module):
         Args:
             x: `(B, T, D)`.
             rotary: cosine and sine tables for T positions, from `RotaryEmbedding`.
-            allowed: bool, broadcastable to `(B, H, T, S)`: which of the S keys (last) each query may see, causality
-                included. `None` is plain causal attention, which is faster.
+            bias: broadcastable to `(B, H, T, S)`, added to the scores: 0 where a query may see one of the S keys
+                (last), -inf elsewhere, causality included. `None` is plain causal attention, which is faster.
             past: this layer's part of a `KeyValueCache` and how many positions are in it, P. The keys and values of x
                 are written behind them. S = P + T; without it, S = T.
 
@@ -381,17 +381,23 @@ class CausalSelfAttention(nn.Module):
             keys[:, :, known : known + length] = key
             values[:, :, known : known + length] = value
             key, value = keys[:, :, : known + length], values[:, :, : known + length]
-        causal = allowed is None
+        causal = bias is None
         if length == 1:  # sees every key there is; a branch, since a compiler's symbolic comparison is no bool
             causal = False
+        if bias is not None and length > 1 and self.n_kv_head != self.n_head:
+            # Of torch's attention kernels, the quick ones take a mask or grouped heads, but not both; the other one
+            # keeps all scores. So each key/value head is repeated for its queries.
+            key, value = (heads.repeat_interleave(self.n_head // self.n_kv_head, 1) for heads in (key, value))
+        if bias is not None:
+            bias = bias.to(query.dtype)  # the model's forward has guessed it; a layer may have been replaced
         mixed = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=allowed,
+            attn_mask=bias,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=causal,
-            enable_gqa=self.n_kv_head != self.n_head,
+            enable_gqa=key.size(1) != query.size(1),
         )
         # Put the heads side by side again: (B, T, D).
         out: Tensor = self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -472,23 +478,23 @@ class TransformerBlock(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        allowed: Tensor | None = None,
+        bias: Tensor | None = None,
         past: tuple[Tensor, Tensor, int] | None = None,
     ) -> Tensor:
         """`(B, T, D)` to `(B, T, D)`; arguments as in `CausalSelfAttention.forward`."""
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(self._layer, x, rotary, allowed, past, use_reentrant=False)
+            recomputed: Tensor = checkpoint(self._layer, x, rotary, bias, past, use_reentrant=False)
             return recomputed
-        return self._layer(x, rotary, allowed, past)
+        return self._layer(x, rotary, bias, past)
 
     def _layer(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        allowed: Tensor | None,
+        bias: Tensor | None,
         past: tuple[Tensor, Tensor, int] | None,
     ) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotary, allowed, past))
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotary, bias, past))
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 
@@ -559,15 +565,15 @@ class ReferenceTransformer(nn.Module):
             return {"logits": self._continue(input_ids, attention_mask, cache), "loss": None}
         self._check_input(input_ids, attention_mask, document_ids)
         rotary = self.rotary(input_ids.size(1))
-        allowed = _allowed(attention_mask, document_ids)
         # Embed: (B, T) to (B, T, D).
         x = self.transformer["wte"](input_ids)
+        bias = _bias(_allowed(attention_mask, document_ids), x)
         if self.config.ngram_order > 1:
             x = x + self.transformer["ngrams"](input_ids, attention_mask, document_ids)
         x = self.transformer["drop"](x)
         # All blocks share the rotary tables and the mask.
         for block in self.blocks:
-            x = block(x, rotary, allowed)
+            x = block(x, rotary, bias)
         # To the vocabulary: (B, T, D) to (B, T, V).
         logits: Tensor = self.lm_head(self.transformer["norm"](x))
         return {"logits": logits, "loss": None if labels is None else causal_cross_entropy(logits, labels)}
@@ -614,9 +620,9 @@ class ReferenceTransformer(nn.Module):
             )
             x = x + runs[:, known - first :]
         x = self.transformer["drop"](x)
-        rotary = self.rotary(length, known)
+        rotary, bias = self.rotary(length, known), _bias(allowed, x)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotary, allowed, (cache.keys[layer], cache.values[layer], known))
+            x = block(x, rotary, bias, (cache.keys[layer], cache.values[layer], known))
         cache.length = known + length
         logits: Tensor = self.lm_head(self.transformer["norm"](x[:, -1:]))
         return logits
@@ -769,6 +775,20 @@ def _allowed(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tens
     past = torch.ones(length, length, dtype=torch.bool, device=limits[0].device).tril()
     itself = past & past.triu()
     return reduce(torch.logical_and, limits, past) | itself
+
+
+def _bias(allowed: Tensor | None, like: Tensor) -> Tensor | None:
+    """What attention adds to its scores, from `_allowed`: 0 or -inf, in the dtype that queries will have.
+
+    Made once for all layers: from bools, torch would make it again in each. `like` has the device and the dtype of the
+    model's activations outside autocast.
+    """
+    if allowed is None:
+        return None
+    kind, dtype = like.device.type, like.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    return torch.zeros(allowed.shape, dtype=dtype, device=like.device).masked_fill(~allowed, -torch.inf)
 
 
 def _differ(first: Tensor | None, second: Tensor | None) -> bool:

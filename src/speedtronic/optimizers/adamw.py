@@ -17,22 +17,23 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from speedtronic.optimizers.cautious import refuse_complex, refuse_sparse, rescale_factor, where_positive
+from speedtronic.optimizers.cautious import refuse_complex, refuse_sparse, where_positive
 from speedtronic.optimizers.without_dynamo import WithoutDynamo
+from speedtronic.precision import copies_in_background
 
 # Elements of one piece, which bound the memory of a cautious step: two buffers of this size, a third if small weights
 # share a piece, and with `rescale` four more for a short time. On a CPU the buffers stay in the cache. On a GPU, larger
-# pieces mean fewer kernel launches.
+# pieces mean fewer kernel launches: of this size, a kernel takes much longer than its launch.
 CPU_PIECE = 2**18
-ACCELERATOR_PIECE = 2**24
+ACCELERATOR_PIECE = 2**25
 
 # Below this many elements, calling compiled code costs more than it saves.
 COMPILED_FROM = 2**17
@@ -284,7 +285,10 @@ class _Caution:
 class _Piece(NamedTuple):
     """A weight, or a part of one, with its gradient and its moments, each 1-D.
 
-    The kernel advances `step`. `scale` is the factor of the update with `rescale`.
+    Attributes:
+        step: the weight's counter.
+        number: of the weight, among those of its device and dtype.
+        last: whether no piece of the weight follows.
     """
 
     weight: Tensor
@@ -292,7 +296,8 @@ class _Piece(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
-    scale: Tensor | None
+    number: int
+    last: bool = True
 
 
 def _cautious_update(weights: list[_Weight], group: dict[str, Any], kernel: _Kernel, caution: _Caution) -> None:
@@ -302,17 +307,17 @@ def _cautious_update(weights: list[_Weight], group: dict[str, Any], kernel: _Ker
     for (device, _), members in alike.items():
         size = CPU_PIECE if device.type == "cpu" else ACCELERATOR_PIECE
         workspace = _Workspace(members, size, group, caution.found_inf)
-        flattened = [_flattened(weight) for weight in members]
+        flattened = [_flattened(weight, number) for number, weight in enumerate(members)]
+        factors = _rescale_factors(flattened, size, group, caution) if caution.rescale else None
         # Large weights: one call of compiled code each.
         compiled_from = COMPILED_FROM if caution.compiled else math.inf
         large = [flat for flat in flattened if flat.weight.numel() >= compiled_from]
         if large:
-            _update_compiled(large, size, workspace, group, caution)
+            _update_compiled(large, factors, workspace, group, caution)
         # All others: cut into pieces, and small pieces put together, for torch's kernel.
         small = [flat for flat in flattened if flat.weight.numel() < compiled_from]
-        pieces = (piece for flat in small for piece in _pieces(flat, size, group, caution))
-        for batch in _batches(pieces, size):
-            _update_batch(batch, workspace, kernel, ascend=group["maximize"])
+        for batch in _batches(small, size):
+            _update_batch(batch, factors, workspace, kernel, ascend=group["maximize"])
         # The flat tensors of a weight whose memory has gaps are copies: write them back.
         for weight, flat in zip(members, flattened, strict=True):
             if not _is_flat(weight):
@@ -344,13 +349,15 @@ class _Workspace:
         dtype = torch.promote_types(like.dtype, torch.float32)
         shrink = 1 - group["lr"] * group["weight_decay"]
         if isinstance(shrink, Tensor):
-            self.shrink = shrink.to(like.device, dtype, non_blocking=True).reshape(1)
+            background = copies_in_background(shrink, like.device)
+            self.shrink = shrink.to(like.device, dtype, non_blocking=background).reshape(1)
         else:
             self.shrink = torch.full((1,), shrink, dtype=dtype, device=like.device)
         self.gate = like.new_zeros(())
         self.skip: Tensor | None = None
         if found_inf is not None:
-            self.skip = found_inf.to(like.device, non_blocking=True) > 0
+            background = copies_in_background(found_inf, like.device)
+            self.skip = found_inf.to(like.device, non_blocking=background) > 0
             self.shrink.masked_fill_(self.skip, 1.0)
             self.gate.masked_fill_(self.skip, float("nan"))
 
@@ -373,49 +380,32 @@ def _in_memory_order(weight: _Weight) -> tuple[Tensor, ...]:
     return tuple(tensor.permute(order) for tensor in _tensors(weight))
 
 
-def _flattened(weight: _Weight) -> _Piece:
+def _flattened(weight: _Weight, number: int) -> _Piece:
     """A weight as one piece: views if its memory has no gaps, and copies if it has."""
     tensors = _tensors(weight) if _is_flat(weight) else _in_memory_order(weight)
     parameter, gradient, exp_avg, exp_avg_sq = (tensor.contiguous().view(-1) for tensor in tensors)
-    return _Piece(parameter, gradient, exp_avg, exp_avg_sq, step=weight.state["step"], scale=None)
+    return _Piece(parameter, gradient, exp_avg, exp_avg_sq, step=weight.state["step"], number=number)
 
 
-def _pieces(whole: _Piece, size: int, group: dict[str, Any], caution: _Caution) -> Iterator[_Piece]:
+def _pieces(whole: _Piece, size: int) -> Iterator[_Piece]:
     """Cut a weight into pieces of at most `size` elements."""
-    scale = _scale_of_whole(whole, size, group, caution) if caution.rescale else None
     if whole.weight.numel() <= size:
-        yield whole._replace(scale=scale)
+        yield whole
         return
     cuts = [torch.split(tensor, size) for tensor in whole[:4]]
     last = len(cuts[0]) - 1
-    for number, (weight, gradient, exp_avg, exp_avg_sq) in enumerate(zip(*cuts, strict=True)):
-        # The kernel advances the step of each piece, but the weight's own step must advance only once.
-        step = whole.step if number == last else whole.step.clone()
-        yield _Piece(weight, gradient, exp_avg, exp_avg_sq, step, scale)
+    for position, (weight, gradient, exp_avg, exp_avg_sq) in enumerate(zip(*cuts, strict=True)):
+        yield _Piece(weight, gradient, exp_avg, exp_avg_sq, whole.step, whole.number, last=position == last)
 
 
-def _scale_of_whole(whole: _Piece, size: int, group: dict[str, Any], caution: _Caution) -> Tensor:
-    """Return entries / (kept + 1) of a whole weight, before its first piece is updated.
+def _batches(weights: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
+    """Put consecutive pieces together, up to `size` elements, so that small weights share a call of the kernel.
 
-    D has the sign of the new first moment. So this computes the new first moment, in pieces, and counts: one
-    more pass over gradient and first moment, and a few in the cache.
+    No batch has two pieces of one weight.
     """
-    beta1 = group["betas"][0]
-    kept = torch.zeros((), dtype=torch.int64, device=whole.weight.device)
-    for gradient, moment in zip(torch.split(whole.gradient, size), torch.split(whole.exp_avg, size), strict=True):
-        slope = gradient if caution.grad_scale is None else gradient / caution.grad_scale.to(gradient.device)
-        if group["maximize"]:
-            slope = slope.neg()
-        direction = moment * beta1 + slope * (1 - beta1)
-        kept += torch.count_nonzero(where_positive(direction, slope / direction))
-    return rescale_factor(kept, whole.weight)
-
-
-def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
-    """Put consecutive pieces together, up to `size` elements, so that small weights share a call of the kernel."""
     batch: list[_Piece] = []
     room = size
-    for piece in pieces:
+    for piece in (piece for whole in weights for piece in _pieces(whole, size)):
         if batch and piece.weight.numel() > room:
             yield batch
             batch, room = [], size
@@ -425,7 +415,49 @@ def _batches(pieces: Iterable[_Piece], size: int) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _update_batch(batch: list[_Piece], workspace: _Workspace, kernel: _Kernel, *, ascend: bool) -> None:
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _rescale_factors(weights: list[_Piece], size: int, group: dict[str, Any], caution: _Caution) -> Tensor:
+    """Return entries / (kept + 1) of each weight, `(weights,)`, before the first one is updated.
+
+    D has the sign of the new first moment. So this computes the new first moments, in pieces, and counts: one more pass
+    over gradients and first moments, and a few in the cache. Nothing is done weight by weight, since a card spends more
+    time on the launch of a kernel than on most weights.
+    """
+    like = weights[0].weight
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    kept: list[Tensor] = []
+    owners: list[int] = []
+    for batch in _batches(weights, size):
+        slope = _joined([piece.gradient for piece in batch])
+        if caution.grad_scale is not None:
+            slope = slope / caution.grad_scale.to(slope.device)
+        if group["maximize"]:
+            slope = slope.neg()
+        direction = torch.lerp(_joined([piece.exp_avg for piece in batch]), slope, 1 - group["betas"][0])
+        # The product of a sign and a number cannot become zero, as that of two small numbers can.
+        agrees = (direction.sign_().mul_(slope) > 0).to(dtype)
+        # The 1-norm of zeros and ones is how many ones there are.
+        kept += torch._foreach_norm(torch.split(agrees, [piece.weight.numel() for piece in batch]), 1)
+        owners += [piece.number for piece in batch]
+    counts = torch.stack(kept)
+    if len(owners) > len(weights):
+        numbers = constant(tuple(owners), torch.int64, like.device)
+        counts = counts.new_zeros(len(weights)).index_add_(0, numbers, counts)
+    return constant(tuple(whole.weight.numel() for whole in weights), dtype, like.device) / (counts + 1)
+
+
+@lru_cache(maxsize=256)
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor `(numbers,)`, made once: a copy from the host waits for all that a card has to do."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _update_batch(
+    batch: list[_Piece], factors: Tensor | None, workspace: _Workspace, kernel: _Kernel, *, ascend: bool
+) -> None:
     sizes = [piece.weight.numel() for piece in batch]
     update, condition = (buffer[: sum(sizes)] for buffer in (workspace.update, workspace.condition))
     updates = torch.split(update, sizes)
@@ -439,52 +471,70 @@ def _update_batch(batch: list[_Piece], workspace: _Workspace, kernel: _Kernel, *
         [piece.exp_avg for piece in batch],
         [piece.exp_avg_sq for piece in batch],
         [],
-        [piece.step for piece in batch],
+        # The kernel advances the step of each piece, but the weight's own step must advance only once.
+        [piece.step if piece.last else piece.step.clone() for piece in batch],
         weight_decay=0.0,
     )
 
     # The mask. The sign of gradient / update says whether the update goes down the gradient. A product would have the
     # same sign, but for small numbers it can become zero. A gate of NaN keeps every entry, and so the -0.0.
-    gradient = batch[0].gradient if len(batch) == 1 else torch.cat([piece.gradient for piece in batch])
+    gradient = _joined([piece.gradient for piece in batch])
     torch.addcdiv(workspace.gate, gradient, update, value=1 if ascend else -1, out=condition)
     where_positive(update, condition, out=update)
 
+    # Each weight by its own factor. The weights of a batch follow each other.
+    if factors is not None and len(batch) == 1:
+        update.mul_(factors[batch[0].number])
+    elif factors is not None:
+        repeats = constant(tuple(sizes), torch.int64, update.device)
+        own = factors[batch[0].number : batch[-1].number + 1]
+        update.mul_(torch.repeat_interleave(own, repeats, output_size=sum(sizes)))
+
     # W ← (1 - lr · decay) W + update
-    for piece, kept in zip(batch, updates, strict=True):
-        if piece.scale is not None:
-            kept.mul_(piece.scale)
-        torch.addcmul(kept, piece.weight, workspace.shrink, out=piece.weight)
+    weights = [piece.weight for piece in batch]
+    if update.dtype == workspace.shrink.dtype:
+        torch._foreach_mul_(weights, workspace.shrink.reshape(()))
+        torch._foreach_add_(weights, updates)
+    else:  # 16 bits, which are rounded once
+        for weight, kept in zip(weights, updates, strict=True):
+            torch.addcmul(kept, weight, workspace.shrink, out=weight)
 
 
 # ---------------------------------------------------------------------- compiled
 
 
 def _update_compiled(
-    weights: list[_Piece], size: int, workspace: _Workspace, group: dict[str, Any], caution: _Caution
+    weights: list[_Piece], factors: Tensor | None, workspace: _Workspace, group: dict[str, Any], caution: _Caution
 ) -> None:
     like = workspace.shrink
     formula = _compiled_formula()
     beta1, beta2 = group["betas"]
     # What depends on the step t = step + 1 of each weight: lr / (1 - β₁ᵗ) and 1 / sqrt(1 - β₂ᵗ).
-    steps = torch.stack([flat.step for flat in weights]).to(like.device, like.dtype, non_blocking=True) + 1
+    counted = torch.stack([flat.step for flat in weights])
+    steps = counted.to(like.device, like.dtype, non_blocking=copies_in_background(counted, like.device)) + 1
     rates = (group["lr"] / _bias_correction(beta1, steps)).unbind()
     corrections = _bias_correction(beta2, steps).rsqrt().unbind()
     grad_scale = None if caution.grad_scale is None else caution.grad_scale.to(like.device).reshape(())
     # As one tensor: compiled code would make a tensor of each number at each call.
-    factors = like.new_tensor([1 - beta1, beta2, 1 - beta2, group["eps"]])
+    gains = (1 - beta1, beta2, 1 - beta2, group["eps"])
+    numbers = constant(gains, like.dtype, like.device) if _are_numbers(gains) else like.new_tensor(gains)
     for flat, rate, correction in zip(weights, rates, corrections, strict=True):
-        if caution.rescale:
-            rate = rate * _scale_of_whole(flat, size, group, caution)
+        if factors is not None:
+            rate = rate * factors[flat.number]
         formula(
             # `.data` is not a view: for views, the compiler would compile again for every shape of their base.
-            *(tensor.data for tensor in (*flat[:4], rate, correction, like, factors)),
+            *(tensor.data for tensor in (*flat[:4], rate, correction, like, numbers)),
             skip=workspace.skip,
             grad_scale=grad_scale,
             maximize=group["maximize"],
         )
     # Count the step, unless it was skipped.
-    counted = 1 if workspace.skip is None else workspace.skip.logical_not().to(torch.float32)
-    torch._foreach_add_([flat.step for flat in weights], counted)
+    advance = 1 if workspace.skip is None else workspace.skip.logical_not().to(torch.float32)
+    torch._foreach_add_([flat.step for flat in weights], advance)
+
+
+def _are_numbers(values: tuple[float | Tensor, ...]) -> TypeGuard[tuple[float, ...]]:
+    return not any(isinstance(value, Tensor) for value in values)
 
 
 def _bias_correction(beta: float | Tensor, step: Tensor) -> Tensor:

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from speedtronic.optimizers.cautious import agreeing, refuse_sparse
+from speedtronic.optimizers.cautious import agreeing, refuse_sparse, rescale_factor
 from speedtronic.optimizers.newton_schulz import Coefficients, orthogonalize
 from speedtronic.optimizers.without_dynamo import WithoutDynamo
+from speedtronic.precision import copies_in_background
 
 Scale = Literal["original", "match_rms_adamw"]
 Normalization = Literal["none", "row", "col", "row_col", "col_row"]
@@ -208,8 +209,9 @@ def muon_step(
             return
         found_inf = None
     matrices = [matrix for group in groups for matrix in _matrices(group, state)]
+    verdict = _Verdict(found_inf)
     for stack in _stacks(matrices):
-        _step_stack(stack, grad_scale, found_inf)
+        _step_stack(stack, grad_scale, verdict)
 
 
 @torch.no_grad()
@@ -348,20 +350,20 @@ def _stacks(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
 # ---------------------------------------------------------------------- the step of a stack
 
 
-def _step_stack(stack: Sequence[_Matrix], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _step_stack(stack: Sequence[_Matrix], grad_scale: Tensor | None, verdict: _Verdict) -> None:
     """Step the matrices of a stack, by the formula of the module's docstring."""
     rule, weights, momenta = stack[0].rule, [matrix.weight for matrix in stack], [matrix.momentum for matrix in stack]
     device, dtype = momenta[0].device, momenta[0].dtype
-    skip = None if found_inf is None else found_inf.to(device, non_blocking=True).reshape(()) > 0
+    skip = verdict.skips_on(device)
     gradient = torch.stack([matrix.gradient for matrix in stack]).to(dtype)
     if grad_scale is not None:
-        gradient /= grad_scale.to(device, non_blocking=True)
+        gradient /= grad_scale.to(device, non_blocking=copies_in_background(grad_scale, device))
     # A step that must be skipped multiplies by one and adds -0.0: that changes no bit, not even those of a -0.0.
     if skip is not None:
         gradient.masked_fill_(skip, -0.0)
 
     # B ← μ B + (1 - μ) G
-    torch._foreach_mul_(momenta, _one_if(skip, rule.momentum, gradient))
+    torch._foreach_mul_(momenta, verdict.one_if_skipped(rule.momentum, gradient))
     torch._foreach_add_(momenta, gradient.unbind(), alpha=1 - rule.momentum)
 
     # Q = (1 - μ) G + μ B, or B. It overwrites G, unless the mask below needs G again.
@@ -378,12 +380,10 @@ def _step_stack(stack: Sequence[_Matrix], grad_scale: Tensor | None, found_inf: 
 
     # The mask. `agreeing` expects an update that is added; U is subtracted, so the gradient changes its sign.
     if rule.cautious:
-        ascent = -gradient
+        update = agreeing(update, -gradient)
         if rule.cautious_rescale:
-            pairs = zip(update, ascent, strict=True)
-            update = torch.stack([agreeing(direction, slope, rescale=True) for direction, slope in pairs])
-        else:
-            update = agreeing(update, ascent)
+            kept = torch.count_nonzero(update, dim=(-2, -1))
+            update = update * rescale_factor(kept, update[0])[:, None, None]
 
     # -η s U
     rows, columns = update.shape[-2:]
@@ -396,17 +396,42 @@ def _step_stack(stack: Sequence[_Matrix], grad_scale: Tensor | None, found_inf: 
     # W ← (1 - η λ) W - η s U, in the dtype of U.
     wide = weights if weights[0].dtype == update.dtype else [weight.to(update.dtype) for weight in weights]
     if rule.weight_decay != 0:
-        torch._foreach_mul_(wide, _one_if(skip, 1 - rule.lr * rule.weight_decay, update))
+        torch._foreach_mul_(wide, verdict.one_if_skipped(1 - rule.lr * rule.weight_decay, update))
     torch._foreach_add_(wide, update.unbind())
     if wide is not weights:
         torch._foreach_copy_(weights, wide)
 
 
-def _one_if(skip: Tensor | None, factor: float | Tensor, like: Tensor) -> float | Tensor:
-    """`factor`, or one if `skip` is true: a number, or a 0-dim tensor if only the device knows `skip`."""
-    if skip is None:
-        return factor
-    return (like.new_ones(()) * factor).masked_fill_(skip, 1.0)
+class _Verdict:
+    """Whether a step must be skipped, and what follows from it, computed once for all stacks.
+
+    Args:
+        found_inf: one element, 1 if it must; None if it must not.
+    """
+
+    def __init__(self, found_inf: Tensor | None) -> None:
+        self._found_inf = found_inf
+        self._skips: dict[torch.device, Tensor] = {}
+        self._factors: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+    def skips_on(self, device: torch.device) -> Tensor | None:
+        """0-dim bool on `device`; None if the step must not be skipped."""
+        if self._found_inf is not None and device not in self._skips:
+            background = copies_in_background(self._found_inf, device)
+            self._skips[device] = self._found_inf.to(device, non_blocking=background).reshape(()) > 0
+        return self._skips.get(device)
+
+    def one_if_skipped(self, factor: float | Tensor, like: Tensor) -> float | Tensor:
+        """`factor`, or one if the step must be skipped: a number, or a 0-dim tensor if only the device knows."""
+        skip = self.skips_on(like.device)
+        if skip is None:
+            return factor
+        if isinstance(factor, Tensor):
+            return (like.new_ones(()) * factor).masked_fill_(skip, 1.0)
+        key = factor, like.dtype, like.device
+        if key not in self._factors:
+            self._factors[key] = like.new_full((), factor).masked_fill_(skip, 1.0)
+        return self._factors[key]
 
 
 # ---------------------------------------------------------------------- saved state

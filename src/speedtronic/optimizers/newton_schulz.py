@@ -30,6 +30,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from speedtronic.precision import computes_bf16
+
 Coefficients = Literal["quintic", "polar_express"]
 Triple = tuple[float, float, float]
 """The coefficients (a, b, c) of one step."""
@@ -137,11 +139,7 @@ def orthogonalization_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and _computes_bf16(device) else torch.float32
 
 
-@lru_cache
-def _computes_bf16(device: torch.device) -> bool:
-    with torch.cuda.device(device):
-        # Older GPUs emulate bfloat16, which is slower than float32.
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+_computes_bf16 = lru_cache(computes_bf16)
 
 
 def _schedule(coefficients: Coefficients, steps: int, margin: float) -> tuple[Triple, ...]:

@@ -18,6 +18,10 @@ from speedtronic.data.prepare.text_cache import cache_folder
 from speedtronic.errors import ConfigError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
+from speedtronic.trainer.loss import LossFunction
+
+# The modes of torch.compile that use CUDA graphs (torch.compile's documentation).
+_RECORDS_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class CompiledModel:
@@ -31,17 +35,25 @@ class CompiledModel:
         dynamic: true compiles for any shape, and then every batch runs compiled.
         blocks: the modules to compile in place of the whole model. They are compiled code only while this is called, so
             an evaluation, which calls the model itself, compiles nothing.
+        loss_alone: the whole model's compiled code returns the loss that it has in a mapping, and nothing beside it.
     """
 
     def __init__(
-        self, model: nn.Module, *, mode: str | None, dynamic: bool | None, blocks: Sequence[nn.Module] = ()
+        self,
+        model: nn.Module,
+        *,
+        mode: str | None,
+        dynamic: bool | None,
+        blocks: Sequence[nn.Module] = (),
+        loss_alone: bool = False,
     ) -> None:
         self._eager = model
         options: dict[str, Any] = {"mode": mode, "dynamic": dynamic}
         options = {name: option for name, option in options.items() if option is not None}
         # All blocks run the same code, so the first one's compiled code serves them all.
         self._blocks = [(block, torch.compile(block.forward, **options)) for block in blocks]
-        self._compiled: Callable[..., Any] = self._by_blocks if blocks else torch.compile(model, **options)
+        whole = _loss_alone(model) if loss_alone else model
+        self._compiled: Callable[..., Any] = self._by_blocks if blocks else torch.compile(whole, **options)
         self._any_shape = dynamic is True
         self._batch_size: int | None = None
         self._called = False
@@ -70,6 +82,24 @@ class CompiledModel:
         finally:
             for block, _ in self._blocks:
                 block.__dict__.pop("forward", None)
+
+
+def _loss_alone(model: nn.Module) -> Callable[..., Any]:
+    """Calls a model, and drops what a mapping that it returns has beside a `loss`.
+
+    Compiled code gives every differentiable output a gradient. For logits that nothing reads that would be a tensor of
+    zeros of their size, the largest one of a language model (1.6 GB for 16 x 1,024 x 50,304 in bf16).
+    """
+
+    def loss_alone(*args: Any, **kwargs: Any) -> Any:
+        output = model(*args, **kwargs)
+        if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
+            return {"loss": output["loss"]}
+        return output
+
+    # torch counts by the code object how often it has compiled something, and every model has its own count.
+    loss_alone.__code__ = loss_alone.__code__.replace()
+    return loss_alone
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -117,22 +147,43 @@ class Compilation:
         model: the module to compile.
         config: its `compile` and `compile_options`.
         logger: receives `compile` events, and a warning with the traceback of a failure.
+        device: where the model trains.
+        merged: how many micro batches of an update run as one.
+        loss_fn: what reads the model's output; None where only its own loss is read, if it has one.
 
     Attributes:
         model: the compiled model; None where nothing is compiled, or not any more.
         states: the random states before an update, should its compiled code fail.
 
     Raises:
-        ConfigError: `compile_options.regional` is on, and the model has no blocks.
+        ConfigError: `compile_options.regional` is on, and the model has no blocks; or its mode records CUDA graphs, and
+            an update has several backward passes.
     """
 
-    def __init__(self, model: nn.Module, config: SpeedtronicConfig, logger: MetricLogger) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: SpeedtronicConfig,
+        logger: MetricLogger,
+        device: torch.device,
+        merged: int,
+        loss_fn: LossFunction | None,
+    ) -> None:
         self.model: CompiledModel | None = None
         self.states = RandomStates()
         self._logger = logger
         if not config.compile:
             return
         options = config.compile_options
+        passes = config.accumulation_steps // merged
+        if device.type == "cuda" and options.mode in _RECORDS_GRAPHS and passes > 1:
+            # The first backward pass leaves gradients in the graph's own memory, and the second one overwrites them
+            # there, which torch notices and refuses: https://github.com/pytorch/pytorch/issues/169545
+            raise ConfigError(
+                f"compile_options.mode: {options.mode} records CUDA graphs, which cannot add up gradients, and an "
+                f"update here has {passes} backward passes; use max-autotune-no-cudagraphs, or as many samples in "
+                f"data.micro_batch_size as in data.target_batch_size ({config.data.target_batch_size})"
+            )
         blocks = repeated_blocks(unwrapped(model)) if options.regional else []
         try:
             cache = keep_compiled_code()
@@ -141,7 +192,9 @@ class Compilation:
                     "compiled code is kept in a temporary folder, since the cache of Speedtronic cannot be written: "
                     "set SPEEDTRONIC_CACHE to a folder that can"
                 )
-            self.model = CompiledModel(model, mode=options.mode, dynamic=options.dynamic, blocks=blocks)
+            self.model = CompiledModel(
+                model, mode=options.mode, dynamic=options.dynamic, blocks=blocks, loss_alone=loss_fn is None
+            )
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the eager model can train
             self.abandon("construction_failed", error)
         else:
@@ -185,12 +238,3 @@ class RandomStates:
     def restore(self) -> None:
         """Go back to the states that were kept."""
         restore_rng_state(self._state)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that memory ran out on the device or the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import NamedTuple
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.errors import CheckpointError, ConfigError
-from speedtronic.trainer.compile import is_out_of_memory
+from speedtronic.trainer.out_of_memory import is_out_of_memory
+
+# Elements that are averaged together: on a card, a few operations for each so many, and a copy of them for a moment.
+_CHUNK = 2**26
 
 
 class _Averaged(NamedTuple):
@@ -40,7 +43,8 @@ class WeightAverage:
     and the average would not move. Tied weights are averaged once. The copy shares the frozen weights and the buffers,
     such as running statistics, with the model. Plain attributes of modules stay as they were when the copy was made.
 
-    Memory: the trained weights in float32, and once more in their own dtype where that is a half precision.
+    Memory: the trained weights in float32, and once more in their own dtype where that is a half precision. On a card
+    an update holds a copy of some weights for a moment.
 
     Args:
         model: the plain module, on its device.
@@ -64,6 +68,7 @@ class WeightAverage:
                 average = shown.to(torch.promote_types(shown.dtype, torch.float32))
                 parts[weight] = _Averaged(weight, shown, average)
         self._parts = list(parts.values())
+        self._chunks = list(_chunks(self._parts))
         self._averages = {name: parts[weight].average for name, weight in self._weights.items()}
 
     def is_of(self, model: nn.Module) -> bool:
@@ -79,14 +84,29 @@ class WeightAverage:
             refused: 0-dim, on the device; 1.0 where the update was refused, which leaves the average as it is. None
                 where it was applied.
         """
-        # average += gain · (weight - average). The gain of a refused update is 0, computed on the device.
+        # On the host the answer is at hand; on a device, only the kernels below read it.
+        if refused is not None and _is_on_host(refused):
+            if refused.tolist():
+                return
+            refused = None
         gain = 1 - self._decay
-        gains: dict[torch.dtype, Tensor | float] = {
-            dtype: gain if refused is None else (1 - refused.to(dtype)) * gain
-            for dtype in {part.average.dtype for part in self._parts}
-        }
-        for weight, _, average in self._parts:
-            average.lerp_(weight.to(average.dtype), gains[average.dtype])
+        for chunk in self._chunks:
+            averages, weights = [part.average for part in chunk], [part.weight for part in chunk]
+            if weights[0].dtype != averages[0].dtype:
+                wide = [torch.empty_like(average) for average in averages]
+                torch._foreach_copy_(wide, weights)
+                weights = wide
+            # average += gain · (weight - average)
+            if refused is None:
+                torch._foreach_lerp_(averages, weights, gain)
+                continue
+            # The same, times 1, plus the average before, times 0; or the other way round. The numbers are finite, so
+            # that the result is either of the two, and nothing has to be read.
+            moved = torch._foreach_lerp(averages, weights, gain)
+            kept = refused.to(averages[0].dtype)
+            torch._foreach_mul_(moved, 1 - kept)
+            torch._foreach_mul_(averages, kept)
+            torch._foreach_add_(averages, moved)
 
     @torch.no_grad()
     def model(self) -> nn.Module:
@@ -126,6 +146,27 @@ class WeightAverage:
             )
         for name, average in self._averages.items():
             average.copy_(state[name])
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _chunks(parts: Iterable[_Averaged]) -> Iterator[list[_Averaged]]:
+    """The weights that are averaged together: of one device and equal dtypes, and of bounded size."""
+    alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[_Averaged]] = {}
+    for part in parts:
+        alike.setdefault((part.weight.dtype, part.average.dtype, part.average.device), []).append(part)
+    for members in alike.values():
+        chunk: list[_Averaged] = []
+        room = _CHUNK
+        for part in members:
+            if chunk and part.average.numel() > room:
+                yield chunk
+                chunk, room = [], _CHUNK
+            chunk.append(part)
+            room -= part.average.numel()
+        yield chunk
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from speedtronic.errors import ModelError
 from speedtronic.model import causal_cross_entropy
 from speedtronic.model.wrappers import forward_signature, innermost
-from speedtronic.precision import PrecisionPlan, autocast_context
+from speedtronic.precision import PrecisionPlan, autocast_context, copies_in_background
 from speedtronic.trainer.loss import LossFunction, MeanLoss, as_tensor, doubt_about, has_no_target, resolve_loss
 
 
@@ -52,14 +52,15 @@ class Once:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Copy the tensors in `batch` (nested dicts, tuples and lists) to `device`, without waiting for the copy."""
+    """Copy the tensors in `batch` (nested dicts, tuples and lists) to `device`, without waiting where that is safe."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=copies_in_background(batch, device))
     if isinstance(batch, Mapping):
         return {key: move_batch(value, device) for key, value in batch.items()}
     if isinstance(batch, PackedSequence):
         # A named tuple of which one field must stay on the CPU.
-        return batch.to(device, non_blocking=True)  # type: ignore[arg-type]  # its stub knows dtypes alone
+        background = copies_in_background(batch.data, device)
+        return batch.to(device, non_blocking=background)  # type: ignore[arg-type]  # its stub knows dtypes alone
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_batch(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):

@@ -16,8 +16,9 @@ class NonFiniteGuard:
     """Decides for each update whether the optimizer may apply it.
 
     A fused optimizer takes the verdict as a tensor (`found_inf`, as from a gradient scaler) and skips a bad update by
-    itself, so the host reads nothing. For other optimizers the host reads one number per update. Under `stop` the
-    verdict is sticky: after a bad update no later one is applied, until the trainer reads the verdict and raises.
+    itself, so the host reads nothing. For other optimizers, and on MPS, the host reads one number per update. Under
+    `stop` the verdict is sticky: after a bad update no later one is applied, until the trainer reads the verdict and
+    raises.
 
     The forward pass writes the running statistics of norms before there is a verdict. So they are copied first, and put
     back where the verdict is bad.
@@ -36,7 +37,9 @@ class NonFiniteGuard:
         self._buffers = running_statistics(model) if model is not None and policy != "ignore" else []
         self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._optimizer = optimizer
-        self._takes_verdict = bool(vars(optimizer).get("_step_supports_amp_scaling", False))
+        # torch's fused kernels for MPS take `found_inf`, and do not look at it (FusedAdamWKernelImpl.mm of torch 2.9).
+        on_mps = any(p.device.type == "mps" for group in optimizer.param_groups for p in group["params"])
+        self._takes_verdict = bool(vars(optimizer).get("_step_supports_amp_scaling", False)) and not on_mps
         self._bad: Tensor | None = None
         self.refused = False
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ class Update:
         tokens: tokens of this update; a 0-dim tensor where a mask was summed.
         micro_batches: micro batches of this update.
         loss, grad_norm, bad: 0-dim tensors; `bad` is 1.0 where the update was not applied.
-        at: host clock in seconds.
+        at: host clock in seconds. On CUDA it is when the device was done, once the numbers were read.
     """
 
     step: int
@@ -53,11 +55,15 @@ class Readback:
     A window closes every `every` steps. On CUDA the copy of its numbers to the host is then queued behind the work that
     produces them. They are returned as soon as they have arrived, at the latest when the next window closes. On the CPU
     they are returned at once.
+
+    The host runs ahead of a card by as much as a window. So the times of a window there are those of the card: of its
+    end, and in even steps before it.
     """
 
     def __init__(self, device: torch.device, every: int) -> None:
         self._device = device
         self._every = every
+        self._clock = _CardClock(device) if device.type == "cuda" else None
         self._open: list[Update] = []
         self._copying: list[_Window] = []
 
@@ -78,7 +84,7 @@ class Readback:
 
     def _close_window(self) -> None:
         if self._open:
-            self._copying.append(_Window(self._open, self._device))
+            self._copying.append(_Window(self._open, self._device, self._clock))
             self._open = []
 
     def _take_arrived(self) -> list[Numbers]:
@@ -95,8 +101,9 @@ class _Window:
     Those of a CPU are on the host already, and are read one by one.
     """
 
-    def __init__(self, updates: list[Update], device: torch.device) -> None:
+    def __init__(self, updates: list[Update], device: torch.device, clock: _CardClock | None) -> None:
         self._updates = updates
+        self._clock = clock
         self._event: Any = None
         self._on_host = device.type == "cpu"
         if self._on_host:
@@ -109,8 +116,7 @@ class _Window:
         tokens = torch.stack(masked) if masked else None
         if device.type == "cuda":
             self._rows, self._tokens = _to_pinned(rows), _to_pinned(tokens)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event = _event_of_now(device)
         else:
             self._rows, self._tokens = rows, tokens
 
@@ -133,6 +139,8 @@ class _Window:
             ]
         if self._event is not None:
             self._event.synchronize()
+            assert self._clock is not None
+            self._updates = self._clock.corrected(self._updates, self._event)
         assert self._rows is not None
         masked = iter(self._tokens.tolist() if self._tokens is not None else [])
         return [
@@ -145,6 +153,34 @@ class _Window:
             )
             for update, (loss, norm, bad) in zip(self._updates, self._rows.tolist(), strict=True)
         ]
+
+
+class _CardClock:
+    """Tells when a card was done with updates, in seconds of the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._began = _event_of_now(device)
+        self._began.synchronize()
+        self._origin = self._last = time.perf_counter()
+
+    def corrected(self, updates: Sequence[Update], end: Any) -> list[Update]:
+        """The updates of a window with the card's times. `end` is the event behind the last one, which has happened."""
+        done = self._origin + 1e-3 * self._began.elapsed_time(end)
+        # The card cannot have begun before the host had queued the first one, as after an evaluation.
+        began = min(done, max(self._last, updates[0].at))
+        self._last = done
+        share = (done - began) / len(updates)
+        return [replace(update, at=began + share * number) for number, update in enumerate(updates, start=1)]
+
+
+def _event_of_now(device: torch.device) -> Any:
+    """An event behind all that is queued on a card, whichever is the current one.
+
+    On the stream of another card it would be over at once, and the host would read memory that no copy has filled yet.
+    """
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _number(value: Tensor) -> Any:

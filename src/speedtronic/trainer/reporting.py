@@ -14,7 +14,7 @@ import torch
 from speedtronic.metrics import MetricLogger
 from speedtronic.trainer.readback import Numbers
 from speedtronic.trainer.result import MetricRecords, TrainResult, finite_or_none
-from speedtronic.trainer.throughput import peak_memory_bytes
+from speedtronic.trainer.throughput import DeviceMeter
 
 # The pace that the time left is computed from forgets a step with this factor: it remembers about the last ten.
 _MEMORY = 0.9
@@ -48,6 +48,10 @@ class _Interval:
             self.finite_losses += 1
             self.loss_sum += numbers.loss
 
+    def begin(self, at: float) -> None:
+        """Its rates are those of the steps after `at`. Its loss stays that of all."""
+        self.began, self.steps, self.samples, self.tokens = at, 0, 0, 0
+
     def mean_loss(self) -> float:
         return self.loss_sum / self.finite_losses if self.finite_losses else math.nan
 
@@ -58,7 +62,7 @@ class StepReporter:
     Args:
         logger: where the events go.
         counters: the trainer's cumulative counters; advanced here.
-        device: its peak memory is reported.
+        device: its memory is reported, and how busy it is.
         utilisation: from tokens per second to model FLOP utilisation, or None where the device's peak is unknown.
         target: the step at which this call of `fit` ends.
         every: the logger's cadence. An interval ends with each step that is a multiple of it.
@@ -79,10 +83,12 @@ class StepReporter:
         self.started = time.perf_counter()
         self._logger = logger
         self._counters = counters
-        self._device = device
+        self._meter = DeviceMeter(device, logger.warning)
         self._utilisation = utilisation
         self._target = target
         self._every = every
+        # Whether the first step compiles, or loads the kernels of a card.
+        self._warms_up = device.type != "cpu"
         self._steps = 0
         self._first = Counters(counters.samples, counters.tokens)
         self._interval = _Interval(self.started)
@@ -90,9 +96,18 @@ class StepReporter:
         self._pace: float | None = None  # seconds per step, without evaluations
         self._evaluating = 0.0  # seconds so far
 
-    def begin(self) -> None:
-        """The loop begins now: what `fit` did to get ready is in no interval."""
+    def begin(self, *, compiles: bool) -> None:
+        """The loop begins now: what `fit` did to get ready is in no interval.
+
+        A first step that compiles, as one that loads the kernels of a card, is not in the rates of its interval either,
+        if other steps follow it there.
+        """
+        self._warms_up = self._warms_up or compiles
         self._interval.began = time.perf_counter()
+
+    def read_device(self) -> None:
+        """Read the figures of the device, which the next reports have: once for all numbers that have arrived."""
+        self._meter.read()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -133,15 +148,18 @@ class StepReporter:
             "interval_steps_per_sec": interval.steps / recently,
             "interval_samples_per_sec": interval.samples / recently,
             "interval_tokens_per_sec": tokens_per_sec,
-            "peak_memory_bytes": peak_memory_bytes(self._device),
+            **self._meter.figures,
             "eta_s": self._seconds_left(update.step, recently / interval.steps),
         }
         if self._utilisation is not None:
-            # Of data without tokens nobody knows it.
-            record["mfu"] = self._utilisation(tokens_per_sec) if tokens_per_sec else None
+            # Of data without tokens nobody knows it, and that of a compilation says nothing.
+            known = tokens_per_sec and not (self._warms_up and self._steps == 1)
+            record["mfu"] = self._utilisation(tokens_per_sec) if known else None
         self.records.append(record)
         if update.step % self._every == 0:
             self._end_interval(recently / interval.steps, update.at)
+        elif self._warms_up and self._steps == 1:
+            interval.begin(update.at)
         self._logger.emit("train_step", record)
 
     def _seconds_left(self, step: int, pace: float) -> float:

@@ -15,12 +15,13 @@ from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
 from speedtronic.scheduling import StageStreamScheduler
-from speedtronic.trainer.compile import Compilation, is_out_of_memory
+from speedtronic.trainer.compile import Compilation
 from speedtronic.trainer.forward import Forward
 from speedtronic.trainer.gradients import accumulate, clip_gradients
 from speedtronic.trainer.loss import MeanLoss, align_labels, count_targets
 from speedtronic.trainer.merging import Merged, merge
 from speedtronic.trainer.nonfinite import NonFiniteGuard
+from speedtronic.trainer.out_of_memory import is_out_of_memory
 from speedtronic.trainer.profiling import phase
 
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row

@@ -19,7 +19,7 @@ from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError, NonFiniteError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.modes import PartsSetApart
-from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision
+from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision, use_device
 from speedtronic.ranks import Group, SingleProcess
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
 from speedtronic.trainer.between_steps import BetweenSteps, Evaluator
@@ -32,6 +32,7 @@ from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import LossFunction, loss_by_name
 from speedtronic.trainer.merging import check_merging
 from speedtronic.trainer.nonfinite import nonfinite_error
+from speedtronic.trainer.out_of_memory import advice_if_out_of_memory
 from speedtronic.trainer.readback import Numbers, Readback, Update
 from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.result import TrainResult
@@ -55,7 +56,7 @@ class Trainer:
         optimizer: any `torch.optim.Optimizer` over its parameters.
         dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
         device: where to train; "auto" chooses CUDA, then MPS, then the CPU.
-        config: a `SpeedtronicConfig`, or a dict of one; the defaults without it. It warns of keys that nothing acts on.
+        config: a `SpeedtronicConfig`, or a dict of one; the defaults without it. A warning names what nothing acts on.
         scheduler: advanced once per global step.
         precision: a resolved plan; from `config.precision` without it.
         logger: receives all events; one that prints to the terminal without it.
@@ -145,7 +146,7 @@ class Trainer:
         self._fit: Fit | None = None
         if self.config.gradient_checkpointing:
             enable_gradient_checkpointing(model, self.logger)
-        self._compilation = Compilation(model, self.config, self.logger)
+        self._compilation = Compilation(model, self.config, self.logger, self.device, self._merged, loss_fn)
 
     @property
     def samples(self) -> int:
@@ -184,7 +185,7 @@ class Trainer:
             NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
         """
-        with ExitStack() as stack:
+        with ExitStack() as stack, advice_if_out_of_memory(self.config, self.device):
             fit = self._begin(max_steps, stack)
             self._validate_shapes()
             self._start_coordinator(fit, stack)
@@ -193,7 +194,7 @@ class Trainer:
             self._announce(fit)
             # The average has started by now: a callback may freeze weights again that were averaged before the save.
             fit.between.begin()
-            fit.reporter.begin()
+            fit.reporter.begin(compiles=self._compilation.model is not None)
             while fit.wants_more(self.step):
                 if self._train_step(fit):
                     self._act_between_steps(fit)
@@ -217,11 +218,11 @@ class Trainer:
             self.logger.run_id = manager.run_id
         if self._on_lock is not None:
             self._on_lock()
+        use_device(self.device, self.config.precision.tf32)
         self.model.to(self.device)
         self._parts.train()
         if uninitialized(self.model):
-            batch = self._move_batch(self._state.batches.peek())
-            initialize(self.model, lambda: self._forward.call(self.model, batch))
+            initialize(self.model, lambda: self._forward.call(self.model, self._move_batch(self._state.batches.peek())))
         scaler = self._state.new_scaler(self.precision)
         saver = None
         if manager is not None and manager.enabled:
@@ -231,8 +232,7 @@ class Trainer:
             stack.callback(saver.close)
         utilisation = flop_utilisation(self.model, self.device, self.precision.dtype, self.config.data.block_size)
         target = max(self.step, requested)
-        # A user's own logger may have no cadence; then every step is logged.
-        every = getattr(self.logger, "every_steps", 1)
+        every = getattr(self.logger, "every_steps", 1)  # a user's own logger may have no cadence: it gets every step
         reporter = StepReporter(self.logger, self._state.counters, self.device, utilisation, target=target, every=every)
         signals = stack.enter_context(SignalWatch())
         self._fit = fit = Fit(
@@ -337,7 +337,6 @@ class Trainer:
         if self._state.average is not None:
             # Of the weights that the next update starts from, which the coordinator may have replaced just now.
             self._state.average.update(bad if self.config.run.on_nonfinite != "ignore" else None)
-
         update = Update(
             step=self.step,
             lr=float(group["lr"]),
@@ -386,6 +385,7 @@ class Trainer:
     def _report(self, fit: Fit, arrived: list[Numbers]) -> None:
         if arrived:
             self._forward.settle()
+            fit.reporter.read_device()
         for numbers in arrived:
             if numbers.bad:
                 self._refuse(numbers.update.step, numbers.loss, numbers.grad_norm)

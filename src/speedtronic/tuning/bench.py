@@ -21,7 +21,7 @@ from speedtronic.metrics import MetricLogger
 from speedtronic.precision import resolve_precision
 from speedtronic.trainer import Trainer
 from speedtronic.trainer.callbacks import Callback, RunView
-from speedtronic.trainer.compile import is_out_of_memory
+from speedtronic.trainer.out_of_memory import is_out_of_memory
 from speedtronic.tuning.cache import DEFAULT_THREADS
 from speedtronic.tuning.plan import Choices, Measured
 from speedtronic.tuning.search import ENOUGH_SECONDS, LEAST, OUT_OF_MEMORY, WARM
