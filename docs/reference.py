@@ -64,6 +64,9 @@ CHECKPOINT_KEYS = {
     "data.generators": "states of the loader's own random number generators",
     "metrics.loss": "the last reported loss, or null",
     "metrics.eval_loss": "the validation loss, of the average where one is kept, if measured at this step; else null",
+    "metrics.monitored": "the number of `eval.monitor` at this step, where that is not the loss: `name`, `mode` and "
+    "`value`; or null",
+    "monitor": "the best value of `eval.monitor` so far, its step, and how many evaluations there were since",
     "precision": "the precision mode, for information",
     "config": "the configuration, secrets hidden, for information and for the list of changes on resume",
     "tokenizer": "the tokenizer's description, or null (runs from a configuration)",

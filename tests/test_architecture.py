@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "speedtronic"
 FLOORS = (
     {"cli"},
     {"runtime"},
-    {"evaluation", "generation", "tuning", "report"},
+    {"evaluation", "tuning", "report"},
+    {"generation"},
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics", "runs"},
     {"shapes", "scheduling"},

@@ -59,6 +59,21 @@ def test_of_steps_that_a_resumed_run_trained_again_the_later_ones_count(tmp_path
     assert run.steps["seconds"][-1] > 6
 
 
+def test_the_numbers_of_further_sets_stand_beside_those_of_the_held_out_part(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.start(0)
+    for step in (2, 4):
+        log.step(step)
+        log.write("eval", step=step, set="held_out", loss=1.0 + step, accuracy=0.5, targets=9)
+        log.write("eval", step=step, set="books", loss=3.0 + step, targets=7)
+    run = runs.load(tmp_path)
+    assert run.evals["step"].tolist() == [2, 4]
+    assert run.evals["loss"].tolist() == [3.0, 5.0]
+    assert run.evals["books/loss"].tolist() == [5.0, 7.0]
+    assert "books/targets" not in run.evals
+    assert runs.summary(tmp_path).eval_loss == 5.0
+
+
 def test_the_time_of_a_run_is_that_of_all_its_processes_without_what_lies_between(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.start(0)

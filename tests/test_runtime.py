@@ -232,8 +232,6 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "distributed.trusted_nodes": {"distributed": {**NODE, "trusted_nodes": ["ab"]}},
     "distributed.robust": {"distributed": {**NODE, "robust": "clip"}},
     "precision.mode: fp8": {"precision": {"mode": "fp8"}},
-    "eval.patience": {"eval": {"patience": 3}},
-    "eval.samples": {"eval": {"samples": 2}},
 }
 
 

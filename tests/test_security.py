@@ -70,7 +70,11 @@ IMPORT_SITES = {
     ("metrics/trackers.py", "import_tracker"): "names in the files of the trackers",
     ("registry.py", "_load"): "what a program registered a model as, which is code already",
     ("runtime.py", "import_plugins"): "plugins in the configuration, which its user wrote",
-    ("registry.py", "import_factory"): "data.dataset, loss and callbacks in the configuration, which its user wrote",
+    (
+        "registry.py",
+        "import_factory",
+    ): "data.dataset, loss, metrics and callbacks in the configuration, which its user wrote",
+    ("evaluation/lm_eval_tasks.py", "_import"): "modules of lm-eval that the same file names",
 }
 
 

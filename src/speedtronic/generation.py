@@ -112,7 +112,7 @@ def generate_tokens(
         ConfigError: an argument is out of range. Raised at the call, before the first token.
         InputError: the model returns no logits.
     """
-    columns = _columns(
+    columns = generate_columns(
         model,
         [prompt_ids],
         max_new_tokens=max_new_tokens,
@@ -143,14 +143,14 @@ def generate_batch(model: nn.Module, prompts: Sequence[Sequence[int]], **options
         As `generate_tokens`.
     """
     rows: list[list[int]] = [[] for _ in prompts]
-    for column in _columns(model, prompts, **options):
+    for column in generate_columns(model, prompts, **options):
         for row, token in zip(rows, column, strict=True):
             if token is not None:
                 row.append(token)
     return rows
 
 
-def _columns(
+def generate_columns(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
@@ -164,7 +164,10 @@ def _columns(
     stop_id: int | None = None,
     cache: bool = True,
 ) -> Iterator[list[int | None]]:
-    """The next token of each text, again and again; None of a text that has ended."""
+    """The next token of each text, again and again; None of a text that has ended.
+
+    Arguments and errors as for `generate_batch`, which gathers the tokens of each text.
+    """
     _check_sampling(temperature, top_k, top_p)
     if not all(prompts):
         raise ConfigError("the prompt must have at least one token")
@@ -282,7 +285,7 @@ def load_generator(
         source: a run's output folder, its checkpoints folder, or one checkpoint.
         extra: `model.extra` of the run, for values that a checkpoint leaves out because their keys look secret.
         overrides: `section.key=value` strings that replace values of the checkpoint's configuration.
-        best: take the checkpoint with the lowest evaluation loss, not the newest.
+        best: take the checkpoint that is the best by `eval.monitor`, not the newest.
         device: where the model goes.
 
     Raises:
@@ -290,7 +293,7 @@ def load_generator(
         ConfigError: the model cannot be built.
         InputError: the model was not trained on text.
     """
-    state = _load_state(Path(source), best=best)
+    state = load_state(Path(source), best=best)
     if state.get("tokenizer") is None:
         raise InputError(f"{source}: this model cannot write, because its run had no tokenizer{_whose_data(state)}")
     tokenizer = tokenizer_from_spec(state["tokenizer"])
@@ -357,19 +360,72 @@ def generator_from_weights(
     return _generator(model, tokenizer, config, None, device)
 
 
+def sample_writer(
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    samples: int,
+    max_new_tokens: int,
+    context_length: int,
+    seed: int,
+) -> Callable[[nn.Module], list[dict[str, str]]]:
+    """What lets a model write at each evaluation: a function of the model that returns `prompt` and `text` of each.
+
+    Every call uses the same random numbers, so that texts of different steps can be compared. The temperature is 0.8.
+
+    Args:
+        tokenizer: of the training data.
+        prompts: texts to continue; without any, the model begins a document.
+        samples: texts for each prompt.
+        max_new_tokens: of a text, which ends sooner where the model ends its document.
+        context_length: the model sees at most this many of the newest tokens.
+        seed: of the first text; text i has `seed + i`.
+
+    Raises:
+        DataError: the tokenizer cannot encode a prompt.
+    """
+    asked = [prompt for prompt in prompts or [""] for _ in range(samples)]
+    encoded = [tokenizer.encode(prompt) or [tokenizer.separator_id] for prompt in asked]
+
+    def write(model: nn.Module) -> list[dict[str, str]]:
+        rows = generate_batch(
+            model,
+            encoded,
+            max_new_tokens=max_new_tokens,
+            context_length=context_length,
+            seed=seed,
+            vocab_limit=tokenizer.vocab_size,
+            stop_id=tokenizer.separator_id,
+        )
+        return [{"prompt": prompt, "text": tokenizer.decode(row)} for prompt, row in zip(asked, rows, strict=True)]
+
+    return write
+
+
 def _generator(
     model: nn.Module, tokenizer: Tokenizer, config: SpeedtronicConfig, step: int | None, device: str | torch.device
 ) -> TextGenerator:
-    longest = config.model.max_seq_len
     return TextGenerator(
         model=model.to(device).eval(),
         tokenizer=tokenizer,
-        context_length=min(longest, config.data.block_size or longest),
+        context_length=context_length_of(config),
         step=step,
     )
 
 
-def _load_state(source: Path, *, best: bool) -> dict[str, Any]:
+def context_length_of(config: SpeedtronicConfig) -> int:
+    """The longest sequence that a model is trained on, in tokens."""
+    longest = config.model.max_seq_len
+    return min(longest, config.data.block_size or longest)
+
+
+def load_state(source: Path, *, best: bool) -> dict[str, Any]:
+    """The state in the newest sound checkpoint of a folder, or in the best one, or in the checkpoint that is named.
+
+    Raises:
+        CheckpointError: there is none, none is sound, or none was evaluated.
+        ConfigError: the best is asked of one checkpoint.
+    """
     if (source / MANIFEST).is_file():
         if best:
             raise ConfigError(f"{source}: is one checkpoint; to take the best, name the folder of its run")
@@ -466,6 +522,15 @@ class _Window:
 
 def _last_logits(output: Any) -> Tensor:
     """Float32 `(B, V)` on the CPU, of the last position."""
+    return logits_of(output)[:, -1].float().cpu()
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits `(B, T, V)` in what a language model returned.
+
+    Raises:
+        InputError: there are none.
+    """
     # The first tensor of three dimensions: of a mapping's "logits", of a tuple's fields, or the output itself.
     candidates = [output]
     if isinstance(output, Mapping):
@@ -474,7 +539,7 @@ def _last_logits(output: Any) -> Tensor:
         candidates = list(output)
     for candidate in candidates:
         if isinstance(candidate, Tensor) and candidate.ndim == 3:
-            return candidate[:, -1].float().cpu()
+            return candidate
     raise InputError(
         f"the model returned {type(output).__name__} without logits of shape (B, T, V); to generate, "
         "model(input_ids) must return them alone, in a tuple, or as 'logits' of a mapping"

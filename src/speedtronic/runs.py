@@ -23,6 +23,7 @@ from pydantic_core import from_json
 
 from speedtronic.config.run_folder import RUN_CONFIG, RUN_RECORD, is_of_a_run, run_id_in
 from speedtronic.config.secrets import redacted
+from speedtronic.config.sections import HELD_OUT
 from speedtronic.config.text import parse
 from speedtronic.durable.lock import holder_lives
 from speedtronic.errors import ConfigError, MissingExtraError, RunFolderError
@@ -36,6 +37,9 @@ Status: TypeAlias = Literal["running", "finished", "interrupted", "stopped", "en
 
 _STEP = "train_step"
 _NOT_NUMBERS = frozenset({"event", "time", "run_id", "nonfinite", "elapsed_s"})
+_OF_A_PASS = frozenset(
+    {*_NOT_NUMBERS, "step", "set", "targets", "batches", "duration_s", "version", "best_version", "seconds"}
+)
 _SILENCE = 600.0  # seconds; a run on another machine that is silent for longer has most likely stopped
 _DEEPEST = 3  # folders below the one that `find` searches
 
@@ -53,7 +57,7 @@ class Run:
         steps: the columns of `train_step`, one row for each step that was logged, in the order of steps. Where a
             run was resumed and trained a step again, the later numbers count. NaN stands for what is missing or not
             finite. `seconds` is the time since the run began, without the time between its processes.
-        evals: the numbers of `eval`, in the same form.
+        evals: the numbers of `eval`, in the same form; those of further sets are `SET/NAME`.
         events: all other records, in the order of the file, each with its `seconds`.
         config: its resolved configuration, secrets hidden; empty where its folder has none.
         unreadable: lines that are no JSON object, such as one that a kill cut.
@@ -245,9 +249,24 @@ class _Log:
         return columns if kept is None else {key: column[kept] for key, column in columns.items()}
 
     def evals(self) -> Columns:
-        """The numbers of all evaluations, as `steps` gives those of steps."""
-        places = [place for place, record in enumerate(self.events) if record.get("event") == "eval"]
-        records = [self.events[place] for place in places]
+        """The numbers of all evaluations, as `steps` gives those of steps.
+
+        Those of one set have their own names: of the held-out part, or of the first set where nothing was held out.
+        `SET/NAME` are those of the other sets.
+        """
+        sets = [record.get("set") for record in self.events if record.get("event") == "eval"]
+        first = HELD_OUT if HELD_OUT in sets else next(iter(sets), None)
+        places: list[int] = []
+        records: list[dict[str, Any]] = []
+        for place, record in enumerate(self.events):
+            if record.get("event") != "eval":
+                continue
+            if record.get("set") == first or not records:
+                places.append(place)
+                records.append(dict(record))
+            else:
+                numbers = ((key, value) for key, value in record.items() if key not in _OF_A_PASS)
+                records[-1] |= {f"{record.get('set')}/{key}": value for key, value in numbers}
         names = list(
             dict.fromkeys(
                 key

@@ -29,12 +29,21 @@ from speedtronic.checkpoint import CheckpointManager, RunLock
 from speedtronic.checkpoint.export.llama import hidden_differences, reference_names
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
-from speedtronic.config.checks import BUILT_IN_MODELS, doubts, needs_held_out_data, refuse_what_cannot_be_trained
+from speedtronic.config.checks import (
+    BUILT_IN_MODELS,
+    HOLD_SOMETHING_OUT,
+    doubts,
+    needs_held_out_data,
+    refuse_what_cannot_be_trained,
+)
 from speedtronic.config.run_folder import RUN_CONFIG, TRACKERS, imported_from, run_folder, save_run
+from speedtronic.config.sections import HELD_OUT, MEASURES
 from speedtronic.data import Tokenizer, TrainingData, build_data
-from speedtronic.data.build import Loader
+from speedtronic.data.build import Loader, build_set
 from speedtronic.errors import CheckpointError, warn
-from speedtronic.evaluation import HeldOutLoss
+from speedtronic.evaluation import Evaluation, HeldOutLoss, TokenMeasures, build_metrics
+from speedtronic.evaluation.evaluation import Write
+from speedtronic.generation import context_length_of, sample_writer
 from speedtronic.metrics import MetricLogger
 from speedtronic.metrics.tracker_feed import TrackerFeed, opener_of
 from speedtronic.model.transformer import NORM_EPS
@@ -51,6 +60,7 @@ from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
 from speedtronic.trainer.profiling import StepProfiler
+from speedtronic.trainer.state import load_model
 from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
@@ -262,7 +272,7 @@ def tune_from_config(config: ConfigSource, *, device: str | torch.device | None 
 def _workbench(config: SpeedtronicConfig, model: nn.Module, device: torch.device) -> Workbench:
     from speedtronic.tuning import Workbench
 
-    pin_memory = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+    pin_memory = _pin_memory(config, device)
 
     def make_loader(settings: SpeedtronicConfig) -> Loader:
         # Of all the data: a node's part has the same shapes, and its place in the store is asked for once.
@@ -505,7 +515,7 @@ def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.M
     return model
 
 
-def build_evaluator_on_cpu(config: SpeedtronicConfig, logger: MetricLogger) -> HeldOutLoss | None:
+def build_evaluator_on_cpu(config: SpeedtronicConfig, logger: MetricLogger) -> Evaluation | None:
     """Build what evaluates a model on the CPU, and nothing else of a run; None if nothing is held out.
 
     Raises:
@@ -519,6 +529,54 @@ def build_evaluator_on_cpu(config: SpeedtronicConfig, logger: MetricLogger) -> H
     if evaluator is not None:
         evaluator.loss_fn = loss_by_name(config.loss)
     return evaluator
+
+
+def evaluate_from_config(
+    config: ConfigSource,
+    state: Mapping[str, Any],
+    *,
+    device: str | torch.device | None = None,
+    logger: MetricLogger | None = None,
+) -> dict[str, Any]:
+    """Evaluate the weights of a checkpoint by the `eval` section of a configuration. Nothing is trained or written.
+
+    Args:
+        config: names the model and the data.
+        state: that of a checkpoint. Its averaged weights are evaluated where it has some, as in training.
+        device: instead of `run.device`.
+        logger: told what looks wrong; one that prints to the terminal without it.
+
+    Returns:
+        The numbers of the first set and its name as `set`; in `sets` those of all others; in `samples` texts.
+
+    Raises:
+        ConfigError: the configuration is wrong, or there is nothing to evaluate on.
+        CheckpointError: the weights do not fit the model.
+        DataError: the data cannot be evaluated on.
+        DeviceError: the device does not exist.
+    """
+    settings = _resolve(config)
+    logger = logger or build_logger(settings)
+    if state.get("tuning") is not None and settings.tune != "off":
+        # The run chose these two by measuring, and they decide how numbers are rounded and batched.
+        settings.precision.mode = state["config"]["precision"]["mode"]
+        settings.data.micro_batch_size = state["config"]["data"]["micro_batch_size"]
+    seed_everything(settings.run.seed)
+    _configure_torch(settings)
+    target = resolve_device(device if device is not None else settings.run.device)
+    precision = resolve_precision(settings.precision, target, warn=logger.warning)
+    data = build_data(settings, pin_memory=_pin_memory(settings, target), warn=logger.warning)
+    evaluation = _build_evaluator(data, settings, target, precision, logger)
+    if evaluation is None:
+        raise ConfigError(f"nothing is held out to evaluate on; {HOLD_SOMETHING_OUT}")
+    evaluation.loss_fn = loss_by_name(settings.loss)
+    model = build_model(settings.model).to(target)
+    if uninitialized(model):
+        _initialize_lazy_modules(model, data.train, settings, target, precision, logger)
+    load_model(model, {**state["model"], **(state.get("ema") or {})})
+    numbers = evaluation(model)
+    assert numbers is not None, "nothing has asked it to stop"
+    return numbers
 
 
 def _initialize_lazy_modules(
@@ -578,9 +636,13 @@ def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:
         )
 
 
+def _pin_memory(config: SpeedtronicConfig, device: torch.device) -> bool:
+    return device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+
+
 def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricLogger) -> TrainingData:
     """Build the loaders. A node among others reads a part of the data, or all of it in an order of its own."""
-    pin_memory = device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
+    pin_memory = _pin_memory(config, device)
     if not config.distributed.enabled:
         return build_data(config, pin_memory=pin_memory, warn=logger.warning)
 
@@ -636,23 +698,81 @@ def _build_evaluator(
     device: torch.device,
     precision: PrecisionPlan,
     logger: MetricLogger,
-) -> HeldOutLoss | None:
-    if data.validation is None:
+) -> Evaluation | None:
+    """Build what evaluates a model: on the held-out part, on `eval.sets`, and by letting it write.
+
+    None if there is nothing to evaluate on.
+    """
+    # Each set: its loader, how its labels are, and the tokenizer of its ids.
+    pin_memory = _pin_memory(config, device)
+    loaders: dict[str, tuple[Loader, str, Tokenizer | None]] = {}
+    if data.validation is not None:
+        loaders[HELD_OUT] = data.validation, config.data.labels, data.tokenizer
+    for name, section in config.eval.sets.items():
+        loader, tokenizer = build_set(config, name, data.tokenizer, pin_memory=pin_memory, warn=logger.warning)
+        loaders[name] = loader, section.labels or config.data.labels, tokenizer or data.tokenizer
+    if not loaders:
         if (problem := needs_held_out_data(config)) is not None:
             raise ConfigError(problem)
+        if asked := [key for key in ("metrics", "samples") if getattr(config.eval, key)]:
+            listed = ", ".join(f"eval.{key}" for key in asked)
+            raise ConfigError(f"{listed}: nothing is held out to evaluate on; {HOLD_SOMETHING_OUT}")
         return None
 
     def from_the_beginning(loader: Loader) -> Loader:
         loader.restart()
         return loader
 
-    return HeldOutLoss(
-        partial(from_the_beginning, data.validation),
-        device=device,
-        precision=precision,
-        batches=config.eval.batches,
-        labels=config.data.labels,
-        warn=logger.warning,
+    of_set, _, monitored = config.eval.monitor.rpartition("/")
+    measures = {}
+    for name, (loader, labels, tokenizer) in loaders.items():
+        # The loss of a user's own function need not be the cross-entropy of tokens.
+        is_text = tokenizer is not None or (config.data.dataset is None and name == HELD_OUT)
+        of_tokens = is_text and config.loss in (None, "cross_entropy")
+        tokens = TokenMeasures(tokenizer, device) if of_tokens else None
+        if (of_set or next(iter(loaders))) == name and monitored in MEASURES[1:]:
+            _check_monitored(config.eval.monitor, monitored, tokens)
+        measures[name] = HeldOutLoss(
+            partial(from_the_beginning, loader),
+            device=device,
+            precision=precision,
+            batches=config.eval.batches,
+            labels=labels,
+            metrics=build_metrics(config.eval.metrics, device),
+            tokens=tokens,
+            warn=logger.warning,
+        )
+    return Evaluation(measures, _build_writer(data.tokenizer, config))
+
+
+def _check_monitored(monitor: str, name: str, tokens: TokenMeasures | None) -> None:
+    if tokens is None:
+        raise ConfigError(
+            f"eval.monitor: {monitor} is of language models: the data needs a tokenizer (data.tokenizer beside "
+            "data.dataset), and loss must not be a function of your own; monitor the loss or a metric instead"
+        )
+    if name not in tokens.names:
+        raise ConfigError(
+            f"eval.monitor: {monitor} needs the bytes of each token, which the tokenizer of this data does not tell; "
+            "monitor the loss or perplexity instead"
+        )
+
+
+def _build_writer(tokenizer: Tokenizer | None, config: SpeedtronicConfig) -> Write | None:
+    if not config.eval.samples:
+        return None
+    if tokenizer is None:
+        raise ConfigError(
+            "eval.samples: the data has no tokenizer, so the model cannot write; train on data.text_path or "
+            "data.shards, name data.tokenizer beside data.dataset, or set eval.samples to 0"
+        )
+    return sample_writer(
+        tokenizer,
+        config.eval.prompts,
+        samples=config.eval.samples,
+        max_new_tokens=config.eval.sample_tokens,
+        context_length=context_length_of(config),
+        seed=config.run.seed,
     )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import pickle
 import shutil
@@ -26,6 +27,12 @@ from speedtronic.checkpoint.manifest import FILES, MANIFEST, read_manifest, seal
 from speedtronic.checkpoint.throttle import Throttle
 from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError
+
+
+def scored(step: int, value: float, name: str = "accuracy", mode: str = "max") -> dict[str, Any]:
+    state = state_of(step, eval_loss=float(step))
+    state["metrics"]["monitored"] = {"name": name, "mode": mode, "value": value}
+    return state
 
 
 def state_of(step: int, eval_loss: float | None = None) -> dict[str, Any]:
@@ -1176,3 +1183,19 @@ def test_the_first_save_of_a_run_is_not_taken_for_damage(tmp_path: Path, warned:
     CheckpointManager(tmp_path).save(1, state_of(1))
     assert step_of(CheckpointManager(tmp_path, fs=BeforeLatest(), warn=warned.append).load_latest()) == 1
     assert warned == []
+
+
+def test_the_best_is_the_best_by_the_number_that_the_newest_was_measured_by(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.keep_best = 2
+    for step, value in ((1, 0.5), (2, 0.9), (3, 0.7), (4, math.nan), (5, 0.6)):
+        manager.save(step, scored(step, value))
+    assert steps_left(manager) == [2, 3, 5]
+    assert manager.best_path().name == "step_000000000002"
+    # Another number cannot be compared with that one, nor with the loss.
+    manager.save(6, scored(6, 8.0, "words", "min"))
+    assert manager.best_path().name == "step_000000000006"
+    manager.save(7, scored(7, math.nan, "words", "min"))
+    assert manager.best_path().name == "step_000000000006"
+    manager.save(8, state_of(8, eval_loss=99.0))
+    assert manager.best_path().name == "step_000000000008"

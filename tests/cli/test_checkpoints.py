@@ -67,7 +67,9 @@ def test_json_is_an_array_of_objects(half_damaged: Path, capsys: pytest.CaptureF
     assert first["problem"].startswith("state.json has 1 bytes")
     assert (first["newest"], second["newest"]) == (False, True)
     assert (first["best"], second["best"]) == (False, True)
-    fields = ["step", "path", "size_bytes", "time", "run_id", "loss", "eval_loss", "newest", "best", "problem"]
+    assert second["monitored"] == {"name": "loss", "mode": "min", "value": 2.5}
+    fields = ["step", "path", "size_bytes", "time", "run_id", "loss", "eval_loss"]
+    fields += ["monitored", "newest", "best", "problem"]
     assert list(first) == list(second) == fields
 
 

@@ -19,7 +19,7 @@ import torch
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.cli import main
 from speedtronic.cli.diloco_master import Evaluations, _has_reached
-from speedtronic.config import DataConfig, load_config
+from speedtronic.config import DataConfig, EvalConfig, load_config
 from speedtronic.data import build_data
 from speedtronic.distributed.outer import MasterOuterLoop
 from speedtronic.distributed.protocol import DeltaId, Manifest
@@ -27,7 +27,7 @@ from speedtronic.distributed.records import NodeMark, SessionMark
 from speedtronic.distributed.schema import Schema, snapshot
 from speedtronic.distributed.status import store_status
 from speedtronic.distributed.stores import MemoryStore, open_store
-from speedtronic.evaluation import HeldOutLoss
+from speedtronic.evaluation import Evaluation
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.transformer import build_reference_transformer
 from tests.support.exchanged import buffers_of
@@ -337,7 +337,10 @@ class Watching:
             return None if should_stop() else {"loss": next(remaining)}
 
         logger = SimpleNamespace(emit=lambda event, payload: self.sent.append(payload), warning=self.warned.append)
-        self.evaluations = Evaluations(cast(HeldOutLoss, evaluate), Weight(), cast(MetricLogger, logger), every, at_end)
+        section = EvalConfig(every_steps=every)
+        self.evaluations = Evaluations(
+            cast(Evaluation, evaluate), Weight(), cast(MetricLogger, logger), section, at_end
+        )
 
     def at(self, step: int, *, is_over: bool = False, stopping: bool = False) -> None:
         self.master.step(step)
@@ -413,6 +416,6 @@ def test_rounds_go_on_during_an_evaluation(config: Path) -> None:
         return {"loss": 1.0}
 
     logger = SimpleNamespace(emit=lambda event, payload: None)
-    evaluations = Evaluations(cast(HeldOutLoss, evaluate), model, cast(MetricLogger, logger), None, True)
+    evaluations = Evaluations(cast(Evaluation, evaluate), model, cast(MetricLogger, logger), EvalConfig(), True)
     evaluations.advance(loop, True, lambda: False)
     assert looked == [0]

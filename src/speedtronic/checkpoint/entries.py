@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speedtronic.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from speedtronic.checkpoint.manifest import MANIFEST, Manifest, Monitored, read_manifest
 from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError
 
@@ -49,6 +49,13 @@ class CheckpointEntry:
     def eval_loss(self) -> float | None:
         """The loss on held-out data; None when it was not measured, or the manifest cannot be read."""
         return self.manifest.eval_loss if self.manifest else None
+
+    @property
+    def monitored(self) -> Monitored | None:
+        """What it is compared by with others of its run; None when it was not measured."""
+        if self.manifest is not None and self.manifest.monitored is not None:
+            return self.manifest.monitored
+        return None if self.eval_loss is None else Monitored(name="loss", mode="min", value=self.eval_loss)
 
     def may_belong_to(self, run_id: str) -> bool:
         """Whether it belongs to this run, as far as can be told."""
@@ -119,10 +126,23 @@ def newest_first(entries: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
     return sorted(readable, key=lambda entry: (last_saved[entry.run_id], entry.run_id, entry.sequence), reverse=True)
 
 
-def by_eval_loss(newest_first: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
-    """Those that were evaluated, the best first; of equal ones the newer first."""
-    ranked = [(entry.eval_loss, age, entry) for age, entry in enumerate(newest_first) if entry.eval_loss is not None]
-    return [entry for _, _, entry in sorted(ranked)]
+def best_first(newest_first: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
+    """Those that were evaluated, the best first; of equal ones the newer first.
+
+    They are compared by the number that the newest of them has: that of `eval.monitor`, or the loss. One of a run that
+    monitored another number before cannot be compared, and is left out.
+    """
+    compared = [(found, entry) for entry in newest_first if (found := entry.monitored) is not None]
+    if not compared:
+        return []
+    newest = compared[0][0]
+    sign = 1.0 if newest.mode == "min" else -1.0
+    ranked = [
+        (sign * found.value, age, entry)
+        for age, (found, entry) in enumerate(compared)
+        if (found.name, found.mode) == (newest.name, newest.mode) and found.value is not None
+    ]
+    return [entry for _, _, entry in sorted(ranked, key=lambda one: one[:2])]
 
 
 def _missing_or_cut(path: Path, manifest: Manifest) -> str | None:

@@ -29,7 +29,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from speedtronic.checkpoint.entries import (
     CheckpointEntry,
-    by_eval_loss,
+    best_first,
     checkpoint_name,
     inspect,
     newest_first,
@@ -83,8 +83,8 @@ class CheckpointManager:
         every_minutes: another cadence of `should_save`, over 0: minutes since the last save started, or since the
             manager was made.
         keep_every: `prune` also leaves this run's checkpoints of steps that are a multiple of it, at least 1.
-        keep_best: `prune` also leaves this many of the run's sound checkpoints, those with the lowest `eval_loss`; of
-            equal ones the newer.
+        keep_best: `prune` also leaves this many of the run's sound checkpoints: the best by `monitored`, or those with
+            the lowest `eval_loss`; of equal ones the newer.
         warn: told of a damaged checkpoint that was passed over, and of old ones that could not be removed.
         fs: the file system operations.
         now: the time in UTC, which is only shown.
@@ -165,8 +165,8 @@ class CheckpointManager:
             step: the global step, at least 0. A checkpoint of this run at the same step is replaced.
             state: a tree of dicts (string or integer keys), lists, tuples, None, bool, int, float, str,
                 bytes, tensors and numpy arrays. `state["model"]` goes into a safetensors file of its own;
-                the manifest takes `loss` and `eval_loss` from `state["metrics"]` and the fingerprint of
-                `state["config"]`, where they are.
+                the manifest takes `loss`, `eval_loss` and `monitored` from `state["metrics"]` and the
+                fingerprint of `state["config"]`, where they are.
 
         Returns:
             The checkpoint's folder, durable.
@@ -286,7 +286,7 @@ class CheckpointManager:
         return candidates[0].run_id if candidates else None
 
     def best_path(self) -> Path:
-        """The sound checkpoint with the lowest `eval_loss` of the run that `load_latest` would continue.
+        """The best sound checkpoint of the run that `load_latest` would continue: by `monitored`, or `eval_loss`.
 
         Every byte of it was compared with its checksums.
 
@@ -296,7 +296,7 @@ class CheckpointManager:
         self._settle()
         for _ in range(_MOST_LOOKS):
             seen = self._look()
-            ranked = by_eval_loss(_candidates(*seen))
+            ranked = best_first(_candidates(*seen))
             best = next((entry.path for entry in ranked if self._soundness(entry) == "sound"), None)
             if best is not None:
                 return best
@@ -310,7 +310,7 @@ class CheckpointManager:
     def likely_best_path(self) -> Path | None:
         """The checkpoint that `best_path` tries first, by a quick look; None where none was evaluated."""
         self._settle()
-        return next((entry.path for entry in by_eval_loss(_candidates(*self._look())) if entry.problem is None), None)
+        return next((entry.path for entry in best_first(_candidates(*self._look())) if entry.problem is None), None)
 
     def prune(self) -> list[Path]:
         """Remove this run's checkpoints that neither `keep_last`, `keep_every` nor `keep_best` covers.
@@ -414,6 +414,7 @@ class CheckpointManager:
                 time=self._now().isoformat(timespec="milliseconds"),
                 loss=snapshot.loss,
                 eval_loss=snapshot.eval_loss,
+                monitored=snapshot.monitored,
                 config_sha256=snapshot.config_sha256,
                 versions=current_versions(),
                 files=files,
@@ -600,7 +601,7 @@ class CheckpointManager:
             entry for entry in own[self.keep_last :] if self.keep_every is None or entry.step % self.keep_every != 0
         ]
         if surplus:
-            kept = self._first_sound(own, 1) | self._first_sound(by_eval_loss(own), self.keep_best)
+            kept = self._first_sound(own, 1) | self._first_sound(best_first(own), self.keep_best)
             surplus = [entry for entry in surplus if entry.path not in kept]
         for entry in surplus:
             self._remove(entry.path)

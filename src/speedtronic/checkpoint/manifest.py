@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
@@ -69,7 +69,24 @@ class _Sealed(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
     def to_bytes(self) -> bytes:
-        return seal({"format": FORMAT, **self.model_dump()})
+        # What is optional and absent is not written, so that versions which do not know it can read the rest.
+        fields = self.model_dump()
+        absent = {name for name, field in type(self).model_fields.items() if not field.is_required()}
+        return seal({"format": FORMAT, **{k: v for k, v in fields.items() if v is not None or k not in absent}})
+
+
+class Monitored(_Sealed):
+    """The number by which a checkpoint is compared with others of its run.
+
+    Attributes:
+        name: that of `eval.monitor`.
+        mode: which is better: min, the lower one, or max, the higher one.
+        value: of the checkpoint's weights; None where it was not finite, so that the checkpoint is never the best.
+    """
+
+    name: str
+    mode: Literal["min", "max"]
+    value: float | None
 
 
 class Manifest(_Sealed):
@@ -82,6 +99,7 @@ class Manifest(_Sealed):
         time: when it was written, UTC, ISO 8601.
         loss: the loss of that step, if the state has a finite one.
         eval_loss: the loss of its weights on held-out data, likewise.
+        monitored: what it is compared by, where that is another number and it was measured.
         config_sha256: fingerprint of the configuration in the state, or None.
         versions: of speedtronic, torch and python.
         files: size in bytes and SHA-256 of each file.
@@ -93,6 +111,7 @@ class Manifest(_Sealed):
     time: str
     loss: float | None
     eval_loss: float | None
+    monitored: Monitored | None = None
     config_sha256: str | None
     versions: dict[str, str]
     files: dict[str, _File]

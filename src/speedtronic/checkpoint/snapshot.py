@@ -18,6 +18,7 @@ from speedtronic.checkpoint.manifest import (
     STATE_TENSORS,
     STATE_TREE,
     Manifest,
+    Monitored,
     damage_is_checkpoint_error,
 )
 from speedtronic.checkpoint.staging import StagingBuffer
@@ -54,6 +55,7 @@ class Snapshot(NamedTuple):
         rest: the bytes of the file of all other tensors.
         loss: that of the state's metrics, if it is finite.
         eval_loss: that of the state's metrics, if it is finite.
+        monitored: that of the state's metrics, if there is one.
         config_sha256: the fingerprint of the configuration in the state.
         on_cpu: whether no tensor is on another device.
     """
@@ -63,6 +65,7 @@ class Snapshot(NamedTuple):
     rest: Iterable[bytes | memoryview]
     loss: float | None
     eval_loss: float | None
+    monitored: Monitored | None
     config_sha256: str | None
     on_cpu: bool
 
@@ -96,6 +99,7 @@ def take_snapshot(state: Any, buffers: SnapshotBuffers | None = None) -> Snapsho
         rest=_bytes_of_file(rest.tensors, {}, buffers.rest if buffers else None),
         loss=_finite(metrics, "loss"),
         eval_loss=_finite(metrics, "eval_loss"),
+        monitored=_monitored(metrics),
         config_sha256=None if config_text is None else hashlib.sha256(config_text).hexdigest(),
         on_cpu=all(tensor.is_cpu for tensor in chain(model.tensors.values(), rest.tensors.values())),
     )
@@ -227,6 +231,11 @@ def _bytes_of_file(
         return tensor_chunks(tensors, metadata)
     buffer.fill(tensors, metadata)
     return buffer.chunks()
+
+
+def _monitored(metrics: Any) -> Monitored | None:
+    found = metrics.get("monitored") if isinstance(metrics, Mapping) else None
+    return found and Monitored(name=found["name"], mode=found["mode"], value=_finite(found, "value"))
 
 
 def _finite(metrics: Any, name: str) -> float | None:

@@ -8,7 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from speedtronic import __version__
-from speedtronic.cli import checkpoints, configuration, data, diloco, doctor, generate, output, report, train, tune
+from speedtronic.cli import (
+    checkpoints,
+    configuration,
+    data,
+    diloco,
+    doctor,
+    evaluate,
+    generate,
+    output,
+    report,
+    train,
+    tune,
+)
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.cli.tracebacks import format_error
 from speedtronic.errors import SpeedtronicError
@@ -73,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_parser(commands)
     configuration.add_validate(commands)
     configuration.add_schema(commands)
+    evaluate.add_parser(commands)
     report.add_report(commands)
     report.add_runs(commands)
     generate.add_parser(commands)

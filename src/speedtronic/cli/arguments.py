@@ -240,7 +240,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, best: bool) -> None:
     parser.set_defaults(settable=_KEYS_OF_A_TRAINED_RUN)
     if best:
         parser.add_argument(
-            "--best", action="store_true", help="take the checkpoint with the lowest evaluation loss, not the newest"
+            "--best", action="store_true", help="take the checkpoint that is the best by eval.monitor, not the newest"
         )
 
 
@@ -251,6 +251,7 @@ class FoundCheckpoints:
     Attributes:
         path: their folder, or the one checkpoint that was named.
         config: of the run; of the overrides alone, where the run left none.
+        has_config: whether the run left one.
         folder: from which its plugins may be imported.
         overrides: those of the command line.
         secrets: as for `NamedRun`.
@@ -261,6 +262,7 @@ class FoundCheckpoints:
     folder: Path
     overrides: list[str]
     secrets: tuple[str, ...] = ()
+    has_config: bool = True
 
 
 def find_checkpoints(args: argparse.Namespace) -> FoundCheckpoints:
@@ -289,4 +291,5 @@ def find_checkpoints(args: argparse.Namespace) -> FoundCheckpoints:
                     return FoundCheckpoints(source, run.config, run.folder, overrides, run.secrets)
     config = load_config({}, overrides)
     inside = source / config.checkpoint.directory
-    return FoundCheckpoints(inside if inside.is_dir() else source, config, Path.cwd(), overrides)
+    path = inside if inside.is_dir() else source
+    return FoundCheckpoints(path, config, Path.cwd(), overrides, has_config=False)

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 _FIELDS = """\
 fields of the JSON objects:
   step, run_id, time, loss, eval_loss    as the checkpoint's manifest.json has them; null when it cannot be read
+  monitored   name, mode and value of what it is compared by (eval.monitor); null when it was not measured
   path        the checkpoint's folder
   size_bytes  of all its files
   newest      whether it is the one that is loaded next
-  best        whether it is the one that --best takes: the lowest eval_loss of the run that is loaded next
+  best        whether it is the one that --best takes: the best by eval.monitor of the run that is loaded next
   problem     what is wrong with it, or null
 """
 _HEADINGS = ("", "STEP", "AGE", "SIZE", "LOSS", "EVAL LOSS", "RUN", "STATUS", "FOLDER")
@@ -113,6 +114,7 @@ def _as_json(entries: list[CheckpointEntry], newest: Path | None, best: Path | N
             "run_id": entry.manifest and entry.manifest.run_id,
             "loss": entry.manifest and entry.manifest.loss,
             "eval_loss": entry.manifest and entry.manifest.eval_loss,
+            "monitored": entry.monitored and entry.monitored.model_dump(),
             "newest": entry.path == newest,
             "best": entry.path == best,
             "problem": entry.problem,
@@ -131,8 +133,8 @@ def _add_list(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="list the checkpoints of a run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="List checkpoints: step, age, size, losses, run, and whether all files are there in full.\n"
-        "Damaged ones are listed with the reason; * marks the one that is loaded next, `best` the one with the lowest\n"
-        "evaluation loss.\n"
+        "Damaged ones are listed with the reason; * marks the one that is loaded next, `best` the best by\n"
+        "eval.monitor.\n"
         "Contents are not read: `speedtronic checkpoints verify` does that.",
         epilog="exit code: 0 at least one is complete, 1 all are damaged, 2 there is none\n\n" + _FIELDS,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import threading
 import time
 import traceback
@@ -18,10 +17,10 @@ from speedtronic.errors import ConfigError, DataError, MissingExtraError
 if TYPE_CHECKING:
     from torch import nn
 
-    from speedtronic.config import SpeedtronicConfig
+    from speedtronic.config import EvalConfig, SpeedtronicConfig
     from speedtronic.distributed.outer import MasterOuterLoop
     from speedtronic.distributed.protocol import Manifest
-    from speedtronic.evaluation import HeldOutLoss
+    from speedtronic.evaluation import Evaluation
     from speedtronic.metrics import MetricLogger
 
 _TICK = 0.2  # seconds between two looks for a signal, a new version, and the end
@@ -143,7 +142,7 @@ def _build_evaluations(
     except (DataError, MissingExtraError, OSError) as error:
         logger.warning(f"nothing is evaluated, since the data cannot be read on this machine: {error}")
         return None
-    return None if evaluator is None else Evaluations(evaluator, model, logger, config.eval.every_steps, at_end)
+    return None if evaluator is None else Evaluations(evaluator, model, logger, config.eval, at_end)
 
 
 class Evaluations:
@@ -153,22 +152,25 @@ class Evaluations:
         evaluator: measures the loss.
         model: filled with the global weights for each evaluation.
         logger: gets an `eval` event for each.
-        every: steps of the node that is furthest, between two evaluations; None for none before the end.
+        section: `every_steps` of the node that is furthest are between two evaluations; None for none before the end.
         at_end: whether the last version is evaluated.
 
     Attributes:
-        best: the version with the lowest loss so far.
+        best: the version that is the best by `eval.monitor` so far.
     """
 
     def __init__(
-        self, evaluator: HeldOutLoss, model: nn.Module, logger: MetricLogger, every: int | None, at_end: bool
+        self, evaluator: Evaluation, model: nn.Module, logger: MetricLogger, section: EvalConfig, at_end: bool
     ) -> None:
+        from speedtronic.trainer.monitor import Monitor
+
         self.best: int | None = None
-        self._lowest = math.inf
+        self._monitor = Monitor(section)
+        self._best_value: float | None = None
         self._evaluator = evaluator
         self._model = model
         self._logger = logger
-        self._every = every
+        self._every = section.every_steps
         self._at_end = at_end
         self._step: int | None = None  # of the last evaluation, or of the start
         self._version: int | None = None  # of the last evaluation
@@ -177,6 +179,7 @@ class Evaluations:
     def advance(self, master: MasterOuterLoop, is_over: bool, should_stop: Callable[[], bool]) -> None:
         """Evaluate the newest version, if that is due."""
         from speedtronic.distributed.schema import rebase_
+        from speedtronic.trainer.monitor import emit_evaluation
 
         if self._failed or master.newest is None or not self._is_due(master.newest, is_over):
             return
@@ -192,18 +195,18 @@ class Evaluations:
         del published, weights  # a whole model, which the next round needs
         try:
             found = self._evaluator(self._model, should_stop)
+            value = None if found is None else self._monitor.value(found)
         except Exception as error:  # noqa: BLE001 - the user's model and data; the rounds go on without evaluations
             self._failed = True
             trace = "".join(traceback.format_exception(error)).rstrip()
             self._logger.warning(f"the evaluation of version {head.version} failed; there will be no more:\n{trace}")
             return
-        if found is None:
+        if found is None or value is None:
             return
         self._step, self._version = _furthest(head), head.version
-        if found["loss"] < self._lowest:
-            self._lowest, self.best = found["loss"], head.version
-        named = {"version": head.version, "best_version": self.best}
-        self._logger.emit("eval", {"step": self._step, **found, **named})
+        if self._monitor.improves(value, self._best_value):
+            self._best_value, self.best = value, head.version
+        emit_evaluation(self._logger, self._step, found, version=head.version, best_version=self.best)
 
     def _is_due(self, head: Manifest, is_over: bool) -> bool:
         if is_over:

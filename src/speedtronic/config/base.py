@@ -125,8 +125,8 @@ class Section(BaseModel):
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Section):
-        return value.plain()
+    if isinstance(value, BaseModel):  # a section, or an item of one
+        return {key: _plain(item) for key, item in value}
     if isinstance(value, SecretStr):
         return value.get_secret_value()
     if isinstance(value, AutoSize):

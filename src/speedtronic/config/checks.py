@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from speedtronic.config.root import SpeedtronicConfig
-from speedtronic.config.sections import DataConfig
+from speedtronic.config.sections import HELD_OUT, MEASURES, DataConfig
 from speedtronic.errors import ConfigError, NotBuiltError
 
 NOT_BUILT: Mapping[str, tuple[str, ...]] = {
@@ -20,8 +20,6 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "distributed.trusted_nodes": (),
     "distributed.robust": (),
     "precision.mode": ("fp8",),
-    "eval.patience": (),
-    "eval.samples": (),
 }
 """Keys whose part is still to come, with the values that need it; without values, all but the default need it."""
 
@@ -66,6 +64,7 @@ def refuse_what_cannot_be_trained(config: SpeedtronicConfig, registered: Collect
     """
     refuse_what_is_not_built(config)
     problems = [*_not_built_in(config, registered), *beyond_the_model(config), *_wrong_sources(config)]
+    problems += _wrong_evaluation(config)
     if config.scheduler.decay_steps is not None and config.scheduler.name != "wsd":
         problems.append(
             f"scheduler.decay_steps: only wsd has a decay of its own, and scheduler.name is {config.scheduler.name}; "
@@ -150,6 +149,21 @@ def _too_little_synthetic(data: DataConfig) -> Iterator[str]:
         )
 
 
+def _wrong_evaluation(config: SpeedtronicConfig) -> Iterator[str]:
+    section = config.eval
+    of_set, _, name = section.monitor.rpartition("/")
+    known = [*MEASURES, *(metric.name for metric in section.metrics)]
+    # A metric may compute several numbers, each with a name of its own behind that of the metric.
+    if name.partition(".")[0] not in known:
+        yield f"eval.monitor: no evaluation has {name!r}; name one of {', '.join(known)}, or add it to eval.metrics"
+    if of_set and of_set not in (HELD_OUT, *section.sets):
+        sets = ", ".join((HELD_OUT, *section.sets))
+        yield f"eval.monitor: {of_set!r} is none of the sets that are evaluated ({sets}); see eval.sets"
+
+
+HOLD_SOMETHING_OUT = (
+    "set data.validation_fraction or eval.sets, or let data.dataset return a pair (training, validation)"
+)
 NO_SOURCE = "data: no source; give data.shards, data.text_path or data.dataset, or set data.synthetic: true"
 LABELS_ARE_ALIGNED = (
     "data.labels: unshifted is for data whose labels repeat the inputs, which only your own data.dataset can have; "
@@ -159,11 +173,12 @@ LABELS_ARE_ALIGNED = (
 
 def needs_held_out_data(config: SpeedtronicConfig) -> str | None:
     """What is wrong where nothing is held out; None if nothing needs it."""
-    remedy = "set data.validation_fraction, or let data.dataset return a pair (training, validation)"
+    if config.eval.sets:
+        return None
     if config.eval.every_steps is not None:
-        return f"eval.every_steps: nothing is held out to evaluate on; {remedy}"
+        return f"eval.every_steps: nothing is held out to evaluate on; {HOLD_SOMETHING_OUT}"
     if config.checkpoint.keep_best > 0:
-        return f"checkpoint.keep_best: nothing is held out to find the best checkpoint by; {remedy}"
+        return f"checkpoint.keep_best: nothing is held out to find the best checkpoint by; {HOLD_SOMETHING_OUT}"
     return None
 
 

@@ -132,6 +132,8 @@ def unknown_key(path: Path, known: Mapping[str, Sequence[str]]) -> Problem:
 
 def _nearest(path: Path, known: Mapping[str, Sequence[str]]) -> str:
     """The key that was probably meant; empty where none comes near."""
+    if len(path) > 2:
+        return ""  # in an item of a list or mapping, whose keys are not those of a section
     *parents, leaf = (str(part) for part in path)
     section = ".".join(parents)
     every_key = {f"{other}.{key}" if other else key: key for other, keys in known.items() for key in keys}
@@ -162,7 +164,8 @@ def problems_of(error: ValidationError, prefix: Path, known: Mapping[str, Sequen
     problems: list[Problem] = []
     for detail in error.errors(include_url=False):
         cause = detail.get("ctx", {}).get("error")
-        path = (*prefix, *detail["loc"])
+        # pydantic marks the key of a mapping that is wrong itself.
+        path = (*prefix, *(part for part in detail["loc"] if part != "[key]"))
         if isinstance(cause, InvalidConfigError):
             problems += cause.problems
         elif detail["type"] == "extra_forbidden":
@@ -173,6 +176,7 @@ def problems_of(error: ValidationError, prefix: Path, known: Mapping[str, Sequen
 
 
 _WANTED = {
+    "model_type": "a mapping of keys",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -204,6 +208,8 @@ def _message(kind: str, detail: Mapping[str, Any], *, secret: bool) -> str:
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
         return f"must be {words.format(short_number(context[bound]))}{got}"
+    if kind == "missing":
+        return "is needed"
     if kind == "literal_error":
         return f"must be {context['expected']}{got}"
     if kind in ("string_too_short", "too_short") and isinstance(detail["input"], str):

@@ -177,6 +177,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
         return ", ".join(_kind(form) for form in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if "$ref" in schema:
+        return "mapping"
     if schema["type"] == "array":
         return f"list of {_kind(schema['items'])}"
     bounds = [f"{sign} {short_number(schema[bound])}" for bound, sign in _SIGNS.items() if bound in schema]

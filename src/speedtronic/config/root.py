@@ -132,7 +132,7 @@ class SpeedtronicConfig(Section):
         self.data.follow("vocab_size", self.model.vocab_size)
         self.data.follow("block_size", self.model.max_seq_len)
         self.data.follow("seed", self.run.seed)
-        held_out = self.eval.every_steps is not None and self.data.dataset is None
+        held_out = self.eval.every_steps is not None and self.data.dataset is None and not self.eval.sets
         self.data.follow("validation_fraction", DEFAULT_HELD_OUT if held_out else 0.0)
         self.scheduler.follow("max_steps", self.run.max_steps)
         self.scheduler.resolve()  # the warmup follows max_steps

@@ -10,7 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -138,6 +140,22 @@ LossName = Annotated[
     _schema_match(_LOSSES),
 ]
 FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
+_METRICS = r"[A-Za-z_][\w-]{0,63}"
+MetricName = Annotated[
+    str,
+    _check_match(_METRICS, "at most 64 letters, digits, '_' and '-', the first a letter"),
+    _schema_match(_METRICS),
+]
+SetName = Annotated[
+    str,
+    _check_match(r"\w[\w.-]{0,63}", "at most 64 letters, digits, '.', '_' and '-', the first a letter or digit"),
+]
+_MONITORED = r"(\w[\w.-]*/)?[A-Za-z_][\w.-]*"
+Monitored = Annotated[
+    str,
+    _check_match(_MONITORED, "loss, perplexity, bits_per_byte, the name of a metric, or SET/NAME"),
+    _schema_match(_MONITORED),
+]
 _TUNING = r"off|auto|.+\.json"
 Tuning = Annotated[
     str,
@@ -305,7 +323,7 @@ class DataConfig(Section):
     )
     validation_fraction: FollowingFraction = _follows(
         "Share of the data, from its end, that is held out for evaluation. Null: 0.1 if eval.every_steps is set and "
-        "data.dataset is not, else 0."
+        "neither data.dataset nor eval.sets is, else 0."
     )
     num_workers: Annotated[int, Field(ge=0, le=_MOST_PROCESSORS)] = Field(
         default=0, description="Processes that read data; 0 reads in the training process."
@@ -502,7 +520,7 @@ class CheckpointConfig(Section):
     )
     keep_best: CountOrZero = Field(
         default=0,
-        description="Checkpoints of lowest validation loss to keep in addition. Only those written at an evaluated "
+        description="Checkpoints to keep in addition, the best by eval.monitor. Only those written at an evaluated "
         "step count.",
     )
     background: bool = Field(default=True, description="Write in the background, from a snapshot.")
@@ -571,24 +589,129 @@ class LoggingConfig(Section):
         self.follow("json_file", "metrics.jsonl" if self.trackers else None)
 
 
+HELD_OUT = "held_out"
+"""The set of evaluations that `data.validation_fraction` or `data.dataset` holds out of the training data."""
+
+MEASURES = ("loss", "perplexity", "bits_per_byte")
+"""What an evaluation measures without metrics of a user's own; the last two of language models alone."""
+
+_NUMBERS_OF_A_RECORD = (*MEASURES, "step", "set", "targets", "batches", "duration_s", "version", "best_version")
+
+
+class EvalMetric(BaseModel):
+    """A metric of a user's own."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: MetricName = Field(description="Its name in the records.")
+    factory: Factory = Field(
+        description="Importable package.module:callable that returns an object with update(preds, target), compute() "
+        "and reset()."
+    )
+    args: PlainMapping = Field(default={}, description="Keyword arguments of the factory.")
+
+
+class EvalSet(BaseModel):
+    """Data to evaluate on that is not a part of the training data. What is null is as in `data`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    text_path: PathText | None = Field(default=None, description="UTF-8 text, encoded as the training data is.")
+    shards: PathText | None = Field(default=None, description="Folder written by `speedtronic data prepare`.")
+    dataset: Factory | None = Field(
+        default=None,
+        description="Importable factory package.module:function; called with the data section of this set, returns a "
+        "Dataset or an IterableDataset.",
+    )
+    block_size: Size | None = Field(default=None, description="Tokens T in a sequence.")
+    micro_batch_size: Size | None = Field(default=None, description="Sequences in one forward pass.")
+    labels: Literal["aligned", "unshifted"] | None = Field(default=None, description="As data.labels.")
+    document_mask: bool | None = Field(default=None, description="As data.document_mask.")
+
+
 class EvalConfig(Section):
-    """Evaluation on held-out data while training."""
+    """Evaluation while training, and by `speedtronic eval`."""
 
     section_name: ClassVar[str] = "eval"
 
     every_steps: Count | None = Field(
         default=None, description="Optimizer updates between evaluations; null evaluates at the end only."
     )
-    batches: Count | None = Field(default=None, description="Batches in an evaluation; null takes all.")
+    batches: Count | None = Field(default=None, description="Batches of each set in an evaluation; null takes all.")
     at_end: bool = Field(default=True, description="Evaluate after the last update.")
+    sets: dict[SetName, EvalSet] = Field(
+        default={},
+        description="Further data to evaluate on, by name; each is a mapping with one of text_path, shards and "
+        "dataset, and, where it differs from data, block_size, micro_batch_size, labels and document_mask. Each gets "
+        "a record of its own.",
+    )
+    metrics: Annotated[list[EvalMetric], BeforeValidator(_as_list)] = Field(
+        default=[],
+        description="Metrics beside the loss: mappings with name, factory (package.module:callable, such as a class of "
+        "torchmetrics) and args, its keyword arguments. What it returns has update(preds, target), compute() and "
+        "reset().",
+    )
+    monitor: Monitored = Field(
+        default="loss",
+        description="The number that patience, the best checkpoint and keep_best go by: loss, perplexity, "
+        "bits_per_byte or the name of a metric, of the held-out part, or of the first set where nothing is held out. "
+        "SET/NAME is that of another set.",
+    )
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="Whether a lower or a higher number is better; needed unless a loss is monitored."
+    )
     patience: Count | None = Field(
         default=None,
-        description="Training stops after this many evaluations without improvement; null never stops.",
+        description="Training stops after this many evaluations of every_steps without improvement; null never stops.",
     )
     min_delta: NonNegativeFloat = Field(
-        default=0.0, description="Smallest fall of the loss that counts as improvement."
+        default=0.0, description="Smallest change of the monitored number that counts as improvement."
     )
-    samples: CountOrZero = Field(default=0, description="Texts to generate at each evaluation.")
+    samples: CountOrZero = Field(
+        default=0, description="Texts to write at each evaluation, for each of the prompts; 0 writes none."
+    )
+    prompts: Annotated[list[Annotated[str, AfterValidator(_writable)]], BeforeValidator(_as_list)] = Field(
+        default=[], description="Texts to continue; without any, the model begins a document."
+    )
+    sample_tokens: Size = Field(default=100, description="Most tokens of a text that the model writes.")
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        if "monitor" in values and "mode" in values:
+            name, mode = values["monitor"], values["mode"]
+            if name.rpartition("/")[2] == "loss":
+                if mode == "max":
+                    yield "mode", f"max would take the worst by eval.monitor: {name}; leave it out"
+            elif mode is None:
+                yield "mode", f"needed for eval.monitor: {name}; min if a lower number is better, max if a higher one"
+        if values.get("patience") is not None and values.get("every_steps", "wrong already") is None:
+            yield "patience", "counts the evaluations of eval.every_steps, which is null; set it"
+        if values.get("prompts") and values.get("samples") == 0:
+            yield "prompts", "need eval.samples, the number of texts for each prompt; set it to 1"
+        # A metric of a name that is taken would hide the other number in the records.
+        names = [_named(one, "name") for one in values.get("metrics") or ()]
+        for number, name in enumerate(names):
+            if name in _NUMBERS_OF_A_RECORD or name in names[:number]:
+                yield "metrics", f"the name {name!r} is taken; give the metric another one"
+        for name, one in (values.get("sets") or {}).items():
+            sources = [key for key in ("text_path", "shards", "dataset") if _named(one, key) is not None]
+            if name == HELD_OUT:
+                yield "sets", f"{HELD_OUT} is the held-out part of the training data; give this set another name"
+            if len(sources) != 1:
+                found = f"not {' and '.join(sources)}" if sources else "and it has none"
+                yield "sets", f"{name} needs one source of text_path, shards and dataset, {found}"
+            if _named(one, "document_mask") and sources != ["shards"]:
+                yield "sets", f"{name} has a document_mask, which only shards can have; leave it out"
+
+    @property
+    def better(self) -> Literal["min", "max"]:
+        """Which of two monitored numbers is better."""
+        return self.mode or "min"
+
+
+def _named(one: Any, key: str) -> Any:
+    """A key of a mapping, or of the object that was made of it."""
+    return one.get(key) if isinstance(one, Mapping) else getattr(one, key)
 
 
 class ShapeValidationConfig(Section):

@@ -105,6 +105,74 @@ def build_data(
     return TrainingData(train, validation, source.tokenizer)
 
 
+def build_set(
+    config: SpeedtronicConfig,
+    name: str,
+    tokenizer: Tokenizer | None,
+    *,
+    pin_memory: bool,
+    warn: Callable[[str], None] = warn,
+) -> tuple[Loader, Tokenizer | None]:
+    """The loader of one of `eval.sets`: sequential, with every sample, and complete on every rank.
+
+    Args:
+        config: a resolved configuration.
+        name: of the set.
+        tokenizer: that of the training data, with which a text is encoded.
+        pin_memory: what `data.pin_memory: null` means on the device of this run.
+        warn: told where the data cannot be kept in the cache.
+
+    Returns:
+        The loader, and the tokenizer of its ids.
+
+    Raises:
+        ConfigError: the set does not fit the training data or the model.
+        DataError: its data cannot be used as configured; the message names the set.
+        MissingExtraError: the library that reads the tokenizer is not installed.
+    """
+    section = config.eval.sets[name]
+    given = {key: value for key, value in section if value is not None}
+    where = {"text_path": None, "shards": None, "dataset": None, "document_mask": False, "validation_fraction": 0.0}
+    data = config.data.model_copy(update={**where, **given})
+    settings = config.model_copy(update={"data": data})
+    if problems := list(beyond_the_model(settings)):
+        raise ConfigError("\n".join(f"eval.sets.{name}: {problem}" for problem in problems))
+    if data.text_path is not None and tokenizer is None:
+        raise ConfigError(
+            f"eval.sets.{name}.text_path: the training data has no tokenizer to encode a text with; name "
+            "shards or a dataset instead"
+        )
+    try:
+        source = _open_source(data, tokenizer if data.text_path is not None else None, warn=warn)
+    except DataError as error:
+        raise DataError(f"eval.sets.{name}: {error}") from error
+    if source.validation is not None:
+        raise ConfigError(
+            f"eval.sets.{name}.dataset: {data.dataset} returned a pair (training, validation), and a set is one "
+            "Dataset; let the factory return the one to evaluate on"
+        )
+    if data.labels == "unshifted" and isinstance(source.train, TokenDataset):
+        raise ConfigError(f"eval.sets.{name}: {LABELS_ARE_ALIGNED}")
+    own = source.tokenizer
+    if data.shards is not None and tokenizer is not None and own is not None and own.spec() != tokenizer.spec():
+        raise DataError(
+            f"eval.sets.{name}.shards: {data.shards} was made with another tokenizer than the training data, so its "
+            "ids mean something else to the model; prepare it with the same one"
+        )
+    loader = _loader(
+        source.train,
+        data,
+        shuffle=False,
+        drop_last=False,
+        seed=_resolved(data.seed, "seed"),
+        rank=0,
+        world_size=1,
+        collate=_collate(settings),
+        pin_memory=pin_memory,
+    )
+    return loader, own
+
+
 def build_dataloader(
     config: SpeedtronicConfig | DataConfig,
     *,

@@ -67,11 +67,15 @@ EVENTS: Mapping[str, EventKind] = {
         ("step", "samples", "tokens", "final_loss", "eval_loss", "duration_s"),
     ),
     "eval": EventKind(
-        "an evaluation on held-out data. One of a DumbDiLoCo master is of the global weights: `version` is theirs, "
-        "`step` is that of the node that is furthest, and `best_version` had the lowest loss since the master started",
+        "an evaluation on one set of data: `set` is `held_out` or one of `eval.sets`, and a set has an event of its "
+        "own. Language models have `perplexity`, and `bits_per_byte` where the tokenizer tells the bytes of a token. "
+        "Each metric of `eval.metrics` is a key more. One of a DumbDiLoCo master is of the global weights: `version` "
+        "is theirs, `step` is that of the node that is furthest, and `best_version` was the best by `eval.monitor` "
+        "since the master started",
         ("step", "loss"),
-        ("targets", "batches", "duration_s", "version", "best_version"),
+        ("set", "perplexity", "bits_per_byte", "targets", "batches", "duration_s", "version", "best_version"),
     ),
+    "sample": EventKind("a text that the model wrote at an evaluation (`eval.samples`)", ("step", "prompt", "text")),
     "checkpoint": EventKind(
         "a checkpoint is durable, or its save failed (`path` is null)", ("step", "path"), ("error",)
     ),

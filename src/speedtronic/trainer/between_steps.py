@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from speedtronic.trainer.callbacks import Callbacks, RunView
+from speedtronic.trainer.monitor import Monitor, emit_evaluation
 from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.saving import CheckpointSaver
 from speedtronic.trainer.signals import SignalWatch
@@ -18,7 +19,11 @@ class Evaluator(Protocol):
     """Measures a model on held-out data, and leaves its train/eval flags and the RNG as it found them."""
 
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Mapping[str, Any] | None:
-        """Return the numbers of the `eval` event, `loss` among them; None when it gave up because it should stop."""
+        """Return the numbers of the `eval` event, `loss` among them; None when it gave up because it should stop.
+
+        `sets` among them are the numbers of further sets, by name, which have an event each. `samples` are texts that
+        the model wrote, mappings with `prompt` and `text`, each an event of its own too.
+        """
 
 
 class BetweenSteps:
@@ -34,6 +39,7 @@ class BetweenSteps:
         target: the global step at which `fit` ends.
         callbacks: they are called with the view.
         evaluator: measures the model, or its average where one is kept; None where nothing is held out.
+        monitor: is told of each evaluation, and says when the run should stop early.
         saver: writes the checkpoints; None where the run writes none.
         signals: one that has arrived ends an evaluation.
         reporter: an evaluation takes no time of its intervals.
@@ -48,6 +54,7 @@ class BetweenSteps:
         target: int,
         callbacks: Callbacks,
         evaluator: Evaluator | None,
+        monitor: Monitor,
         saver: CheckpointSaver | None,
         signals: SignalWatch,
         reporter: StepReporter,
@@ -66,6 +73,7 @@ class BetweenSteps:
         self._run = run
         self._callbacks = callbacks
         self._evaluator = evaluator
+        self._monitor = monitor
         self._saver = saver
         self._signals = signals
         self._reporter = reporter
@@ -75,6 +83,7 @@ class BetweenSteps:
     def begin(self) -> None:
         """Give the callbacks their saved states, and tell them that training starts."""
         self._callbacks.restore(self._run.logger)
+        self._stop_early("before: ")
         self._callbacks.call("on_train_start", self.view)
         if self.view.saving:
             self._save()
@@ -142,10 +151,20 @@ class BetweenSteps:
             numbers = self._evaluator(model, lambda: self._signals.received is not None)
         if numbers is not None:
             self.evaluated_at, self.eval_loss = self._run.step, numbers["loss"]
-            self._run.logger.emit("eval", {"step": self._run.step, **numbers})
+            emit_evaluation(self._run.logger, self._run.step, numbers)
             self.view.evaluation = numbers
+            self._monitor.note(self._run.step, numbers)
+            self._stop_early("")
             self._callbacks.call("on_eval_end", self.view)
         return numbers
+
+    def _stop_early(self, when: str) -> None:
+        """End the run where the evaluations have not improved for too long."""
+        if (reason := self._monitor.exhausted) is None or self.view.stopping:
+            return
+        self.view.stop()
+        if self.view.step < self.view.target:
+            self._run.logger.info(f"stopped early {when}{reason}")
 
     def _save(self) -> None:
         """Save this step, unless that has been done and no callback asks for it again."""

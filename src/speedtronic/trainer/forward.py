@@ -191,13 +191,17 @@ class Forward:
             ModelError: the model cannot be called with the batch, or no loss is found in what it returned.
             DataError: the batch lacks the labels that the loss needs, or they do not fit.
         """
+        return self.output_and_loss(model, batch)[1]
+
+    def output_and_loss(self, model: Callable[..., Any], batch: Any) -> tuple[Any, MeanLoss]:
+        """Return what the model returns for `batch`, and its mean loss. Raises as a call does."""
         with autocast_context(self._plan):
             output = self.call(model, batch)
             loss = resolve_loss(output, batch, self._loss_fn, warn=self._once)
             if self._loss_fn is None:
                 doubt_about(output, batch, self._once)
             self._note_without_target(loss.value.detach(), batch)
-            return loss
+            return output, loss
 
     def mean_of_means(self, model: Callable[..., Any], batch: Mapping[str, Tensor], samples: Sequence[int]) -> MeanLoss:
         """Return the mean of the mean losses of parts of `batch` with so many samples each, in one forward pass.

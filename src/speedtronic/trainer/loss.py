@@ -348,13 +348,13 @@ class _CrossEntropy:
         last = logits.ndim == 3 and labels.shape in (logits.shape[:2], (logits.shape[0], logits.shape[1] - 1))
         second = logits.ndim >= 2 and labels.shape == (logits.shape[0], *logits.shape[2:])
         if last and second:
-            if not _has_ids(batch, logits) and self._classes_last is None:
+            if not has_ids(batch, logits) and self._classes_last is None:
                 raise DataError(
                     f"loss: cross_entropy cannot tell which dimension has the classes, comparing {shapes}: (B, T, "
                     "classes) and (B, classes, T) fit; name a function of your own as package.module:function, such as "
                     "one that returns torch.nn.functional.cross_entropy(output, labels) for (B, classes, T)"
                 )
-            last = _has_ids(batch, logits) or self._classes_last is True
+            last = has_ids(batch, logits) or self._classes_last is True
         elif logits.ndim == 3 and (last or second):
             self._classes_last = last
         elif not second:
@@ -374,7 +374,7 @@ def _mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return total / (targets != IGNORE_INDEX).sum().clamp(min=1)
 
 
-def _has_ids(batch: Any, logits: Tensor) -> bool:
+def has_ids(batch: Any, logits: Tensor) -> bool:
     """Whether the inputs of a batch are ids of tokens (B, T), one for each row of the logits (B, T, V)."""
     ids = batch.get("input_ids", batch.get("inputs")) if isinstance(batch, Mapping) else batch[0]
     return (

@@ -12,13 +12,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
-from speedtronic.config import SpeedtronicConfig
+from speedtronic.config import EvalConfig, SpeedtronicConfig
 from speedtronic.data import BatchStream
 from speedtronic.errors import CheckpointError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.precision import PrecisionPlan, make_grad_scaler
 from speedtronic.trainer.ema import WeightAverage
+from speedtronic.trainer.monitor import Monitor
 from speedtronic.trainer.reporting import Counters
 from speedtronic.trainer.sync import SyncCoordinator
 
@@ -49,10 +50,14 @@ class TrainerState:
         average: the average of the weights; None without `optimizer.ema`, and before it starts.
         scaler: the state of the gradient scaler between two calls of `fit`.
         coordinator: the saved state that the next `fit` gives to the coordinator.
+        monitor: the best evaluation so far, and how many there were since.
     """
 
-    def __init__(self, dataloader: Any, metadata: Mapping[str, Any], *, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, dataloader: Any, metadata: Mapping[str, Any], evaluation: EvalConfig, *, warn: Callable[[str], None]
+    ) -> None:
         self._metadata = dict(metadata)
+        self.monitor = Monitor(evaluation)
         self.batches = BatchStream(dataloader, capture_rng=capture_rng_state, restore_rng=restore_rng_state, warn=warn)
         self.counters = Counters()
         self.average: WeightAverage | None = None
@@ -92,7 +97,8 @@ class TrainerState:
             "callbacks": callbacks,
             "rng": capture_rng_state(),
             "data": self.batches.state_dict(),
-            "metrics": {"loss": loss, "eval_loss": eval_loss},
+            "metrics": {"loss": loss, "eval_loss": eval_loss, "monitored": self.monitor.measured_at(run.step)},
+            "monitor": self.monitor.state_dict(),
             "precision": run.precision.mode,
             "config": run.config.to_dict(redact_secrets=True),
         }
@@ -112,6 +118,7 @@ class TrainerState:
         self.counters.samples, self.counters.tokens = state["samples"], state["tokens"]
         # Scaler and coordinator do not exist yet. `fit` gives them their state when it starts them.
         self.scaler, self.coordinator = state.get("scaler"), state.get("coordinator")
+        self.monitor.load_state_dict(state.get("monitor"), inform=run.logger.info)
         if state.get("data") is not None:
             self.batches.load_state_dict(state["data"])
         # Last, so that nothing above moves the random numbers of the resumed run.

@@ -130,7 +130,7 @@ class Trainer:
         self._callbacks = Callbacks(callbacks, warn=self.logger.warning)
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
-        self._state = TrainerState(dataloader, metadata or {}, warn=self.logger.warning)
+        self._state = TrainerState(dataloader, metadata or {}, self.config.eval, warn=self.logger.warning)
         parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=optimizer, scheduler=scheduler)
         parts |= dict(checkpoint_manager=checkpoint_manager, coordinator=coordinator, loss_fn=loss_fn, logger=logger)
         parts |= {"evaluator": evaluator, "callbacks": callbacks or None, "metadata": metadata}
@@ -222,8 +222,7 @@ class Trainer:
         self.model.to(self.device)
         self._parts.train()
         if uninitialized(self.model):
-            batch = self._move_batch(self._state.batches.peek())
-            initialize(self.model, lambda: self._forward.call(self.model, batch))
+            initialize(self.model, lambda: self._forward.call(self.model, self._move_batch(self._state.batches.peek())))
         scaler = self._state.new_scaler(self.precision)
         saver = None
         if manager is not None and manager.enabled:
@@ -261,6 +260,7 @@ class Trainer:
                 target=target,
                 callbacks=self._callbacks,
                 evaluator=self._evaluator,
+                monitor=self._state.monitor,
                 saver=saver,
                 signals=signals,
                 reporter=reporter,

@@ -1,9 +1,9 @@
-"""Measures the loss of a model on held-out data, and leaves the model as it was."""
+"""Measures a model on held-out data, and leaves it as it was."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.errors import DataError, ModelError
+from speedtronic.evaluation.metrics import Metric, computed, predictions_and_targets
+from speedtronic.evaluation.tokens import TokenMeasures
 from speedtronic.model import evaluation_mode
 from speedtronic.precision import PrecisionPlan
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
@@ -21,7 +23,7 @@ from speedtronic.trainer.nonfinite import running_statistics
 
 
 class HeldOutLoss:
-    """An evaluator for `Trainer`: the mean loss over held-out batches, in which every target counts alike.
+    """An evaluator for `Trainer` on one set of batches: the mean loss, in which every target counts alike, and metrics.
 
     The weight of a batch is its number of labels that are targets, or of its samples where it has no labels; or of the
     values of its loss, where `resolve_loss` says so, as in training. A batch without a target has no weight, whatever
@@ -35,6 +37,8 @@ class HeldOutLoss:
         batches: at most this many batches; None for all.
         loss_fn: as for `Trainer`, which gives its own to an evaluator without one.
         labels: "aligned" or "unshifted", as in `data.labels`.
+        metrics: by name; each is given what `predictions_and_targets` returns, and is reset after a pass.
+        tokens: what the loss says of text; None where it is not the mean cross-entropy of tokens.
         warn: called once with what looks wrong with the model's output, and with the batches.
 
     Attributes:
@@ -50,6 +54,8 @@ class HeldOutLoss:
         batches: int | None = None,
         loss_fn: LossFunction | None = None,
         labels: str = "aligned",
+        metrics: Mapping[str, Metric] | None = None,
+        tokens: TokenMeasures | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.loss_fn = loss_fn
@@ -58,17 +64,29 @@ class HeldOutLoss:
         self._precision = precision
         self._limit = batches
         self._labels = labels
+        self._metrics = dict(metrics or {})
+        self._tokens = tokens
         self._once = Once(warn)
 
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """Return `loss` (nats per target), `targets`, `batches` and `duration_s` of one pass.
+        """Return `loss` (nats per target), `targets`, `batches` and `duration_s` of one pass, and each metric.
+
+        A language model has `perplexity`, and `bits_per_byte` where the tokenizer tells the bytes of a token.
 
         `should_stop` is called between two batches; when it returns true, the pass ends early and returns None.
 
         Raises:
-            DataError: the pass has no batch, or no target.
-            ModelError: the model needs gradients of its own.
+            DataError: the pass has no batch, or no target; or a metric has no labels.
+            ConfigError: a metric computes no number.
+            ModelError: the model needs gradients of its own, or returns no predictions for a metric.
         """
+        try:
+            return self._pass(model, should_stop)
+        finally:
+            for metric in self._metrics.values():
+                metric.reset()
+
+    def _pass(self, model: nn.Module, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
         started = time.perf_counter()
         forward = Forward(
             model, self._precision, loss_fn=self.loss_fn, warn=lambda message: self._once(message, message)
@@ -77,16 +95,25 @@ class HeldOutLoss:
         # batch waits for the one before it, as a copy of one number to the device would.
         losses: list[Tensor] = []
         weights: list[int | Tensor] = []
-        with evaluation_mode(model), _keep_random_state(), torch.no_grad(), _keep_buffers(model, self._once):
+        text_bytes: list[Tensor] = []
+        of_tokens = self._tokens is not None
+        with evaluation_mode(model), keep_random_state(), torch.no_grad(), _keep_buffers(model, self._once):
             for batch in takewhile(lambda _: not should_stop(), islice(self._passes(), self._limit)):
                 aligned = align_labels(batch) if self._labels == "unshifted" else batch
-                loss, weight = _without_gradients(forward, model, move_batch(aligned, self._device))
+                moved = move_batch(aligned, self._device)
+                output, (loss, weight) = _without_gradients(forward, model, moved)
+                # A loss with a weight of its own is no mean over tokens.
+                of_tokens = of_tokens and weight is None and batch_labels(aligned) is not None
                 if weight is None and batch_labels(aligned) is not None:
                     weight = count_labels(aligned)
                 elif weight is None:
                     weight = batch_size_and_tokens(aligned, self._once)[0]
                 losses.append(loss)
                 weights.append(weight)
+                if self._tokens is not None and (size := self._tokens.bytes_of(moved)) is not None:
+                    text_bytes.append(size)
+                self._update_metrics(output, moved, aligned)
+                del output
         forward.settle()
         if should_stop():
             return None
@@ -95,18 +122,32 @@ class HeldOutLoss:
         if total == 0:
             raise DataError(f"the held-out data has no target to evaluate on ({len(weights)} batches)")
         # The mean over no target is NaN, and 0 · NaN would be too.
-        sums = torch.where(counts > 0, torch.stack(losses).cpu() * counts, 0.0)
+        summed = float(torch.where(counts > 0, torch.stack(losses).cpu() * counts, 0.0).sum())
+        numbers = {"loss": summed / total}
+        if self._tokens is not None and of_tokens:
+            numbers |= self._tokens.measures(summed, total, int(torch.stack(text_bytes).sum()) if text_bytes else None)
+        with keep_random_state():
+            for name, metric in self._metrics.items():
+                numbers |= computed(name, metric.compute())
         return {
-            "loss": float(sums.sum()) / total,
+            **numbers,
             "targets": total,
             "batches": len(weights),
             "duration_s": time.perf_counter() - started,
         }
 
+    def _update_metrics(self, output: Any, batch: Any, on_host: Any) -> None:
+        if not self._metrics:
+            return
+        predictions, targets = predictions_and_targets(output, batch, on_host, output_is_loss=self.loss_fn is None)
+        if len(targets):
+            for metric in self._metrics.values():
+                metric.update(predictions, targets)
 
-def _without_gradients(forward: Forward, model: nn.Module, batch: Any) -> MeanLoss:
+
+def _without_gradients(forward: Forward, model: nn.Module, batch: Any) -> tuple[Any, MeanLoss]:
     try:
-        return forward(model, batch)
+        return forward.output_and_loss(model, batch)
     except RuntimeError as error:
         if "does not require grad" not in str(error):
             raise
@@ -118,7 +159,7 @@ def _without_gradients(forward: Forward, model: nn.Module, batch: Any) -> MeanLo
 
 
 @contextmanager
-def _keep_random_state() -> Iterator[None]:
+def keep_random_state() -> Iterator[None]:
     rng = capture_rng_state()
     try:
         yield
