@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -n logical --dist loadfile
 # Compiled modules are kept: without them each process that a test starts would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo diloco-demo test test-slow test-all test-stores check lint docs bench torture diloco-torture diloco-campaign clean
+.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores check lint docs bench torture diloco-torture diloco-campaign clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library, let it write, and draw its report
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -28,7 +28,10 @@ diloco-demo: $(READY)  ## let three processes that share only a folder train the
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
 	$(BIN)/python benchmarks/diloco_demo.py
 
-test: lint $(RANKS)  ## everything that a change needs: lint, types, and all tests but the slow ones
+test: $(RANKS)  ## everything that a change needs: lint, types, and all tests but the slow ones
+	$(MAKE) --jobs 2 lint test-fast
+
+test-fast: $(READY)
 	$(PYTEST)
 
 test-slow: $(READY) $(RANKS)  ## the slow tests: campaigns, compilers, examples, many processes

@@ -61,7 +61,7 @@ def test_outside_the_main_thread_nothing_is_watched() -> None:
     assert seen == [(None, before)]
 
 
-@pytest.mark.parametrize("hangups", [0, 1])
+@pytest.mark.parametrize("hangups", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_second_signal_ends_the_process_at_once(hangups: int) -> None:
     code = f"""
 import signal
