@@ -458,7 +458,9 @@ def stall(args: argparse.Namespace) -> Iterator[Record]:
     model = model_of(args.megabytes)
     config = DistributedConfig(enabled=True, role="worker", repo_id="memory://", inner_steps=1, poll_interval=3600.0)
     store = MemoryStore()
-    loop = MasterOuterLoop(store, snapshot(model), schema=Schema.of(model), expected_nodes=1)
+    loop = MasterOuterLoop(
+        store, snapshot(model), schema=Schema.of(model), expected_nodes=1, say=lambda event, payload: None
+    )
     loop.sync_once()
     warm = {name: torch.empty_like(value) for name, value in model.named_parameters()}
     seconds: dict[str, list[float]] = {"boundary": [], "copy": [], "copy into memory that is there": [], "install": []}

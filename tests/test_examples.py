@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -168,11 +169,13 @@ def test_the_diloco_example_trains_by_the_commands_of_its_head(
     assert data[:2] == ["data", "prepare"]
     assert master[-2:] == ["--until", str(load_config(DILOCO).run.max_steps)]
     master[-1] = "8"
-    started = [
-        subprocess.Popen([sys.executable, "-m", "speedtronic", *words, *sizes, *short])
-        for words in (master, anna, berta)
-    ]
+    started = []
     try:
+        for words in (master, anna, berta):
+            started.append(subprocess.Popen([sys.executable, "-m", "speedtronic", *words, *sizes, *short]))
+            while words is master and not (folder / "runs/diloco/store/head/00000000.json").exists():
+                assert started[0].poll() is None
+                time.sleep(0.05)  # so short a run could end before there is a version to begin from
         assert [process.wait(300) for process in started] == [0, 0, 0]
     finally:
         for process in started:
