@@ -66,6 +66,7 @@ def test_no_two_modules_of_one_room_import_each_other() -> None:
     assert not circles
 
 
+@pytest.mark.slow
 def test_the_registry_keeps_its_name_whatever_is_imported_first() -> None:
     code = (
         "import speedtronic.registry\nimport speedtronic\nfrom speedtronic import registry\n"

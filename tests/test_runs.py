@@ -246,6 +246,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
         runs.load(tmp_path).plot()
 
 
+@pytest.mark.slow
 def test_a_plot_draws_the_loss_and_its_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is an extra: speedtronic[plot]")
     monkeypatch.setenv("MPLBACKEND", "agg")

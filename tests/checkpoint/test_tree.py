@@ -65,7 +65,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(trees)
 def test_every_tree_comes_back_equal(tree: Any) -> None:
     assert equal(round_trip(tree), tree)

@@ -284,6 +284,7 @@ def test_a_second_run_in_the_same_folder_is_refused_naming_the_first(
     assert main(["train", str(tmp_path / "config.yaml"), "--max-steps", "2", "--overwrite"]) == 0
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:
     config = write_config(tmp_path, run={"max_steps": 30})
     reader, writer = os.pipe()
@@ -297,6 +298,7 @@ def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "run/checkpoints/step_000000000030").is_dir()
 
 
+@pytest.mark.slow
 def test_piped_output_has_no_control_characters(tmp_path: Path) -> None:
     done = subprocess.run([*COMMAND, str(write_config(tmp_path))], capture_output=True, text=True, check=True)
     assert all(character.isprintable() or character == "\n" for character in done.stdout)

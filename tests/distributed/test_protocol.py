@@ -394,7 +394,7 @@ JUNK = [b"", b"garbage", b"[]", b'{"protocol":99}', bytes(100), older()]
 
 
 @pytest.mark.parametrize("junk", JUNK, ids=range(len(JUNK)))
-@pytest.mark.parametrize("place", [4, 5, 6, 7, 8, 11, 12, 20, 99])
+@pytest.mark.parametrize("place", [4, 5, 7, 12, 99])
 def test_a_stray_object_ahead_of_the_head_stops_nobody(junk: bytes, place: int) -> None:
     """In the next place it is stepped over; the next version lies beside it."""
     versions = history(4)
@@ -423,7 +423,7 @@ def test_an_object_too_large_to_read_is_junk_too(monkeypatch: pytest.MonkeyPatch
     assert perform(find_head(versions[0]), store) == versions[1]
 
 
-@pytest.mark.parametrize("place", [5, 6, 7, 8, 11, 19])
+@pytest.mark.parametrize("place", [5, 7, 19])
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_stray_manifest_far_ahead_does_not_lead_astray(place: int, ours: bool) -> None:
     """Of this store, as a copy from a backup would be, or of another."""

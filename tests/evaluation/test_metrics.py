@@ -104,6 +104,7 @@ def test_the_accuracy_of_a_classifier_is_that_by_hand_on_unequal_batches() -> No
         assert numbers["loss"] == pytest.approx(by_hand.item(), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_torchmetrics_accuracy_is_that_by_hand() -> None:
     pytest.importorskip("torchmetrics", reason="torchmetrics is not installed; it is in speedtronic[dev]")
     model, batches = Classifier(), classes()

@@ -196,6 +196,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regional", [False, True])
 def test_a_run_compiles_one_graph_also_with_a_short_last_batch_and_evaluations(
     graphs: Callable[[], int], regional: bool

@@ -168,6 +168,7 @@ def test_the_end_of_a_worker_of_another_loader_is_an_error_only_where_a_batch_is
         next(stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cannot", [Unsendable(8), UnsendablePointer(8)])
 def test_a_dataset_that_cannot_be_sent_is_one_error_with_what_to_do(cannot: Dataset[Any]) -> None:
     loader = TokenLoader(cannot, 1, num_workers=1, multiprocessing_context="spawn")

@@ -392,6 +392,7 @@ def stop_after(units: int) -> Callable[[Progress], None]:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars", "bpe"])
 def test_two_processes_write_what_one_writes(tmp_path: Path, long_corpus: Path, bpe: str, tokenizer: str) -> None:
     tokenizer = bpe if tokenizer == "bpe" else tokenizer

@@ -108,8 +108,7 @@ def test_closing_does_not_wait_for_the_work(tmp_path: Path, monkeypatch: pytest.
     "number",
     [
         signal.SIGKILL,
-        signal.SIGINT,
-        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP)),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
     ],
 )
 def test_workers_end_with_the_process_that_started_them(

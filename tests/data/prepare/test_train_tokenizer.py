@@ -98,6 +98,7 @@ def test_nothing_but_empty_documents_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("long", ["ab" * 200_000, "\0" * 1_000_000, " " * 1_000_000])
 def test_the_time_does_not_grow_with_the_square_of_a_word(tmp_path: Path, long: str) -> None:
