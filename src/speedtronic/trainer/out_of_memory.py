@@ -24,7 +24,7 @@ def advice_if_out_of_memory(config: SpeedtronicConfig, device: torch.device) -> 
     """Adds to an error of the block that says that memory ran out what this run could do to need less of it."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # a user's model and data run in the block; the error is raised on, with a note
         if is_out_of_memory(error):
             error.add_note(f"memory ran out on {device}: {'; or '.join(_remedies(config, device))}")
         raise
