@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -n logical --dist loadfile
 # Compiled modules are kept: without them each process that a test starts would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores check lint docs bench torture diloco-torture diloco-campaign clean
+.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores extras check lint docs bench torture diloco-torture diloco-campaign clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library, let it write, and draw its report
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -41,6 +41,9 @@ test-all: test test-slow  ## both of the above
 
 test-stores: $(READY)  ## the tests that need a server of S3: two are started on this machine
 	$(BIN)/pytest -m stores tests/distributed
+
+extras: $(READY)  ## install what few people need, so that none of its tests is skipped: trackers, lm-eval
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[wandb,mlflow,trackio,lm-eval]'
 
 check: test  ## what must be green before each commit
 
