@@ -93,7 +93,7 @@ class TokenLoader:
                 f"must be a torch.utils.data.IterableDataset"
             )
         self.warn: Callable[[str], None] = warn
-        self.dataset = dataset
+        self.dataset: Dataset[Any] = dataset
         self.fingerprint = _fingerprint(dataset, len(dataset))
         # The sampler is an object of its own, since torch's loader keeps it: a reference back to this object would
         # keep the workers alive after the last reference to it.

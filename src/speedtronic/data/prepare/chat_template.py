@@ -149,6 +149,7 @@ def load_chat_template(tokenizer: str, file: str | None = None) -> ChatTemplate:
     settings_file = folder / "tokenizer_config.json"
     settings = _json_object(settings_file) if settings_file.is_file() else {}
 
+    source: str | None
     if file is not None:
         origin, source = file, _read(Path(file))
     elif (folder / "chat_template.jinja").is_file():
