@@ -473,7 +473,7 @@ def test_a_saved_dataset_is_read_with_its_splits(local_dataset: Path, tmp_path: 
     assert documents_of(hub_dataset(str(tmp_path / "both"), split="test", records=TextRecords("meta.text")), 1) == ["b"]
     with pytest.raises(DataError, match="split dev: it has the splits train, test; choose one with --split"):
         hub_dataset(str(tmp_path / "both"), split="dev", records=TextRecords("meta.text"))
-    records = ChatRecords(ChatTemplate("{{ messages[0].content }}"))
+    records = ChatRecords(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"))
     chunks = list(hub_dataset(str(tmp_path / "one"), split="train", records=records).chunks(0, 1, "never"))
     assert [chunk.documents(chunk.raw()) for chunk, _ in chunks] == [[Sample((("x", True),), True, False)]] * 3
 
