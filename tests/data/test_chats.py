@@ -13,8 +13,10 @@ import torch
 from speedtronic.data import ShardSet
 from speedtronic.data.loading.datasets import PackedDataset
 from speedtronic.data.prepare.chat_template import load_chat_template
+from speedtronic.data.prepare.encode import encode_samples
 from speedtronic.data.prepare.prepare import prepare
 from speedtronic.data.prepare.records import ChatRecords, PromptRecords
+from speedtronic.data.tokenizers.from_file import load_tokenizer
 from speedtronic.model import ReferenceTransformer
 from tests.support.chat import CHATML, LLAMA3, MISTRAL, ids_by_hand, tokenizer_folder
 
@@ -112,6 +114,38 @@ def test_the_masked_loss_of_chats_is_that_of_a_hand_computation(tmp_path: Path, 
         assert len(dataset) == 1
         loss = float(model(**dataset.batch([0]))["loss"])
     assert loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+def test_tokens_and_marks_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{%- for m in messages -%}\n<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>\n{% endif %}\n    {% if not loop.last %}\n{% endif %}{% endfor %}"
+        "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}"
+    )
+    folder = tokenizer_folder(tmp_path / "tokenizer", template)
+    messages = [
+        {"role": "user", "content": " Héy  <b>&"},
+        {"role": "assistant", "content": " Hello\n\n 字"},
+        {"role": "tool", "content": '{"x": 1}'},
+        {"role": "assistant", "content": "See"},
+    ]
+    tools = [{"type": "function", "function": {"name": "é<", "parameters": {}}}]
+
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer.chat_template = template
+    expected = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    sample = ChatRecords(load_chat_template(str(folder))).read({"messages": messages, "tools": tools})
+    assert sample is not None
+    ((ids, targets),) = encode_samples([sample], load_tokenizer(str(folder)))
+
+    assert ids.tolist() == expected["input_ids"]
+    assert targets.astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_a_prompt_and_its_completion_end_where_the_document_does(tmp_path: Path) -> None:
