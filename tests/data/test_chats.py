@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -213,3 +214,21 @@ def test_chats_of_several_shards_and_a_table_are_equal_to_those_of_lines(tmp_pat
     assert found == read(ShardSet(tmp_path / "table"))
     assert ShardSet(tmp_path / "lines").documents == 40
     assert bytes(each for each, target in zip(*found, strict=True) if target).startswith(b"a: answer 0a: answer 1")
+
+
+@pytest.mark.slow
+def test_several_processes_write_the_same_chats(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path / "tokenizer", CHATML)
+    talks = [[{"role": "assistant", "content": f"answer {number}"}] for number in range(60)]
+    content = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    records = ChatRecords(load_chat_template(str(folder)))
+
+    for processes in (1, 2):
+        options = {"tokenizer": str(folder), "records": records, "unit_bytes": 300, "processes": processes}
+        prepare([tmp_path / "a.jsonl.gz"], tmp_path / f"by-{processes}", **options)
+
+    one, two = tmp_path / "by-1", tmp_path / "by-2"
+    assert {path.name for path in one.glob("shard_*")} == {f"shard_00000.{end}" for end in ("bin", "idx", "tgt")}
+    for path in one.iterdir():
+        assert (two / path.name).read_bytes() == path.read_bytes()
