@@ -207,7 +207,7 @@ def test_chats_of_several_shards_and_a_table_are_equal_to_those_of_lines(tmp_pat
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
     records = ChatRecords(load_chat_template("bytes", str(tmp_path / "own.jinja")))
 
-    prepare([tmp_path / "a.jsonl"], tmp_path / "lines", records=records, shard_tokens=100, unit_bytes=200, processes=1)
+    prepare([tmp_path / "a.jsonl"], tmp_path / "lines", records=records, shard_tokens=400, unit_bytes=200, processes=1)
     prepare([tmp_path / "a.parquet"], tmp_path / "table", records=records)
 
     found = read(ShardSet(tmp_path / "lines"))

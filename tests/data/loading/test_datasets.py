@@ -88,10 +88,10 @@ def test_a_part_holds_its_range_and_has_its_own_fingerprint(blocks: TokenDataset
         part[3]
 
 
-def documents(folder: Path, lengths: Iterable[int]) -> Path:
+def documents(folder: Path, lengths: Iterable[int], shard_tokens: int = 10) -> Path:
     """Shards of documents of these lengths, separators included, a few tokens in each file."""
     tokenizer = CharTokenizer()
-    with ShardWriter(folder, tokenizer=tokenizer, shard_tokens=10) as writer:
+    with ShardWriter(folder, tokenizer=tokenizer, shard_tokens=shard_tokens) as writer:
         for length in lengths:
             writer.write(tokenizer.encode_array("x" * (length - 1)))
             writer.end_document()
@@ -265,9 +265,9 @@ def test_synthetic_data_of_no_size_is_refused(name: str) -> None:
 # ---------------------------------------------------------------------- targets
 
 
-def with_targets(folder: Path, documents: list[tuple[list[int], list[bool]]]) -> Path:
+def with_targets(folder: Path, documents: list[tuple[list[int], list[bool]]], shard_tokens: int = 10) -> Path:
     """Shards of documents of byte ids, each ending with its separator, with which ids are targets."""
-    with ShardWriter(folder, tokenizer=CharTokenizer(), shard_tokens=10, with_targets=True) as writer:
+    with ShardWriter(folder, tokenizer=CharTokenizer(), shard_tokens=shard_tokens, with_targets=True) as writer:
         for ids, targets in documents:
             writer.append(np.array(ids, np.uint8), np.array([len(ids)]), np.array(targets))
     return folder
@@ -321,7 +321,7 @@ def test_packed_samples_hold_whole_documents_whose_ends_predict_nothing(tmp_path
 
 def test_each_token_but_the_first_of_its_document_is_a_target_once(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 40, 300).tolist()
-    folder = documents(tmp_path / "shards", lengths)
+    folder = documents(tmp_path / "shards", lengths, shard_tokens=1000)
     dataset = PackedDataset(folder, 16)
 
     labels = torch.stack([sample["labels"] for sample in dataset])
@@ -368,7 +368,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_one_alone(tmp_path: Path, 
     documents = []
     for length in chance.integers(2, 34, 40).tolist():
         documents.append(([*chance.integers(1, 256, length - 1).tolist(), 0], (chance.random(length) < 0.6).tolist()))
-    dataset = PackedDataset(with_targets(tmp_path / "shards", documents), 32, document_mask=True)
+    dataset = PackedDataset(with_targets(tmp_path / "shards", documents, 400), 32, document_mask=True)
     packed = model(**dataset.batch(range(len(dataset))))["loss"].detach()
 
     total, count = 0.0, 0

@@ -7,7 +7,7 @@ import pytest
 
 from speedtronic.data.loading.datasets import SyntheticTokenDataset, TokenDataset
 from speedtronic.data.loading.loader import TokenLoader
-from speedtronic.data.loading.mixture import SLOTS, JoinedDataset, MixtureDataset
+from speedtronic.data.loading.mixture import JoinedDataset, MixtureDataset
 from speedtronic.errors import DataError
 
 
@@ -24,9 +24,9 @@ def mixture(weights: dict[str, float], sizes: dict[str, int], seed: int = 0) -> 
 def origins(mixed: MixtureDataset, count: int) -> list[tuple[str, int]]:
     """Which sample of which dataset each of the first samples is."""
     place = {
-        tuple(each[index]["input_ids"].tolist()): (name, index)
+        tuple(row): (name, index)
         for name, each in mixed.datasets.items()
-        for index in range(len(each))
+        for index, row in enumerate(each.batch(range(len(each)))["input_ids"].tolist())
     }
     return [place[tuple(row)] for row in mixed.batch(range(count))["input_ids"].tolist()]
 
@@ -62,12 +62,14 @@ def test_it_is_a_function_of_seed_and_index() -> None:
     assert origins(mixture({"a": 1, "b": 2}, sizes, seed=1), 100) != origins(first, 100)
 
 
-def test_more_than_a_cycle_goes_on_where_it_ended() -> None:
-    mixed = mixture({"a": 1, "b": 1}, {"a": SLOTS, "b": 3})
-    numbers = [number for name, number in origins(mixed, SLOTS + 100) if name == "a"]
+def test_more_than_a_cycle_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speedtronic.data.loading.mixture.SLOTS", 20)
+    mixed = mixture({"a": 1, "b": 1}, {"a": 95, "b": 3})
+    found = origins(mixed, len(mixed))
 
-    assert numbers == list(range(len(numbers)))
-    assert len(mixed) > 2 * SLOTS - 10
+    assert [number for name, number in found if name == "a"] == list(range(95))
+    assert [number for name, number in found if name == "b"][:7] == [0, 1, 2, 0, 1, 2, 0]
+    assert 180 < len(mixed) <= 190
 
 
 @pytest.mark.parametrize(
