@@ -161,8 +161,8 @@ def prepare(
     it, and when a call was killed or interrupted, the same call continues its work.
 
     Args:
-        paths: text, `.jsonl` and `.parquet` files, and folders that are searched for `patterns`; hidden files and
-            folders are skipped.
+        paths: text, `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` files, and folders that are searched for
+            `patterns`; hidden files and folders are skipped.
         out: the folder to write. A folder that has the same content already is kept.
         source: "python-stdlib", the sources of the running interpreter's own library, in place of `paths`.
         hub: a dataset that the `datasets` library loads, NAME or NAME:CONFIG, in place of `paths`.
