@@ -17,8 +17,16 @@ _ONE_FOR_ALL = (
 )
 
 
-def refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
-    """Raise ConfigError, with what to do instead, unless `step()` is all that both need once per global step."""
+def refuse_unsupported(optimizer: Any, scheduler: Any, evaluator: Any = None) -> None:
+    """Raise ConfigError, with what to do instead, unless `step()` is all that both need once per global step.
+
+    Neither can an evaluator be called that does not take two arguments.
+    """
+    if evaluator is not None and not _takes(evaluator, 2):
+        raise ConfigError(
+            f"evaluator: {_named(evaluator)} cannot be called with a model and a function that says whether to stop; "
+            "let it take both, as (model, should_stop)"
+        )
     if isinstance(optimizer, list | tuple | dict | set):
         raise ConfigError(f"optimizer: a {type(optimizer).__name__} of {len(optimizer)} cannot be used; {_ONE_FOR_ALL}")
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
@@ -69,6 +77,18 @@ def refuse_exhausted(scheduler: Any, steps: int) -> None:
                 f"scheduler: {type(part).__name__} has {left} of its {part.total_steps} steps left, and {steps} "
                 "updates are to be trained; give it as many total_steps as the run has, or train for fewer"
             )
+
+
+def _takes(function: Any, positional: int) -> bool:
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(*range(positional))
+    except TypeError:
+        return False
+    except ValueError:  # built in C: nothing is known
+        pass
+    return True
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
