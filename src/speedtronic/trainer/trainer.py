@@ -42,7 +42,7 @@ from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
-from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
+from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_unsupported
 from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
@@ -207,6 +207,7 @@ class Trainer:
         if requested <= 0:
             raise ConfigError(f"max_steps must be positive, not {requested}")
         refuse_exhausted(self.scheduler, requested - self.step)
+        refuse_autocast(self.device)
         manager = self.checkpoint_manager
         checkpoints = manager.directory if manager is not None and manager.enabled else None
         for folder in (self._lock_directory, checkpoints):
@@ -334,9 +335,8 @@ class Trainer:
             coordinator.count(samples, tokens)
             if coordinator.after_optimizer_step(self.model, self.step) and coordinator.reset_inner_optimizer:
                 self.optimizer.state.clear()
-        if self._state.average is not None:
-            # Of the weights that the next update starts from, which the coordinator may have replaced just now.
-            self._state.average.update(bad if self.config.run.on_nonfinite != "ignore" else None)
+        # Of the weights that the next update starts from, which the coordinator may have replaced just now.
+        self._state.update_average(self, bad if self.config.run.on_nonfinite != "ignore" else None)
         update = Update(
             step=self.step,
             lr=float(group["lr"]),

@@ -69,6 +69,15 @@ def _shares_groups(one: Any, other: Any) -> bool:
     return one is other or any(id(group) in groups for group in getattr(one, "param_groups", ()))
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ConfigError if the caller has switched autocast on: it keeps casts of the weights that updates replace."""
+    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+        raise ConfigError(
+            "fit() was called inside torch.autocast, which would cast the weights once and compute with those casts "
+            "after each update; call it outside, and set precision.mode: bf16 or fp16"
+        )
+
+
 def refuse_exhausted(scheduler: Any, steps: int) -> None:
     """Raise ConfigError if a scheduler that ends with an error is to advance by more steps than it has left."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
