@@ -540,7 +540,7 @@ def test_labels_are_found_under_any_of_their_names() -> None:
     for name in ("labels", "label", "targets", "target"):
         batch = {"x": LOGITS, name: torch.tensor([3, -100])}
         assert count_labels(batch) == 1
-        assert align_labels(batch).keys() == batch.keys()
+        assert align_labels({"input_ids": LABELS, name: LABELS}).keys() == {"input_ids", name}
         torch.testing.assert_close(
             named("cross_entropy")(LOGITS[:, 0], batch), F.cross_entropy(LOGITS[:1, 0], CLASSES[:1])
         )
@@ -623,8 +623,13 @@ def test_aligned_labels_can_hold_minus_100(dtype: torch.dtype) -> None:
 def test_labels_that_are_no_ids_of_tokens_are_refused() -> None:
     with pytest.raises(DataError, match="unshifted"):
         align_labels({"labels": torch.zeros(2, 3)})
-    for batch in ({"input_ids": LABELS, "labels": LABELS[:, 0]}, (LABELS, LABELS[:, 0])):
-        with pytest.raises(DataError, match=r"repeat the ids.* shape \(2,\) where the inputs have \(2, 4\)"):
+    for batch in (
+        {"input_ids": LABELS, "labels": CLASSES},
+        {"image": LOGITS, "label": CLASSES},
+        (LABELS, CLASSES),
+        (LOGITS, CLASSES),
+    ):
+        with pytest.raises(DataError, match=r"repeat rows of ids.* shape \(2,\), as one class for each sample has"):
             align_labels(batch)
     with pytest.raises(DataError, match="integers"):
         resolve_loss({"logits": LOGITS}, {"labels": LABELS.float()})

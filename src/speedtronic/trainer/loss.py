@@ -567,7 +567,7 @@ def align_labels(batch: Any) -> Any:
     Position t gets the label of t + 1 and the last position none: (…, T) integers in, (…, T) int64 out.
 
     Raises:
-        DataError: the labels are no integers, or have fewer dimensions than the inputs.
+        DataError: the labels are no integers, or no rows.
     """
     labels = batch_labels(batch)
     if labels is None:
@@ -575,10 +575,10 @@ def align_labels(batch: Any) -> Any:
     if labels.is_floating_point():
         raise DataError(f"data.labels: unshifted is for ids of tokens, and the labels of the batch are {labels.dtype}")
     ids = as_tensor(batch.get("input_ids", batch.get("inputs")) if isinstance(batch, Mapping) else batch[0])
-    if ids is not None and ids.ndim > labels.ndim:
+    if labels.ndim < 2 and (ids is None or ids.ndim != labels.ndim):
         raise DataError(
-            f"data.labels: unshifted is for labels that repeat the ids of tokens, and the labels have shape "
-            f"{tuple(labels.shape)} where the inputs have {tuple(ids.shape)}; set data.labels to aligned"
+            f"data.labels: unshifted is for labels that repeat rows of ids of tokens, and those of the batch have the "
+            f"shape {tuple(labels.shape)}, as one class for each sample has; set data.labels to aligned"
         )
     aligned = torch.full_like(labels, IGNORE_INDEX, dtype=torch.int64)
     aligned[..., :-1] = labels[..., 1:]
