@@ -32,14 +32,16 @@ class StreamedText(IterableDataset[dict[str, torch.Tensor]]):
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(self._tokenizer))
-        waiting: list[int] = []
+        rest: list[int] = []
         while True:
             for path in sorted(self._folder.iterdir()):
-                waiting += tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids
-                while len(waiting) > BLOCK:
-                    block = torch.tensor(waiting[: BLOCK + 1])
+                rest += tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids
+                ids = torch.tensor(rest)
+                whole = max(0, len(rest) - 1) // BLOCK * BLOCK
+                for start in range(0, whole, BLOCK):
+                    block = ids[start : start + BLOCK + 1]
                     yield {"input_ids": block[:-1], "labels": block[1:]}
-                    del waiting[:BLOCK]
+                rest = rest[whole:]
 
 
 def shards_beside_text(settings: Settings) -> Iterator[Figure]:
@@ -60,7 +62,8 @@ def shards_beside_text(settings: Settings) -> Iterator[Figure]:
         prepare([corpus], shards, tokenizer=str(tokenizer), processes=1)
         for batch, goal in ((8, 15.0), (256, 76.0)):
             data = {"shards": str(shards), "block_size": BLOCK, "micro_batch_size": batch, "target_batch_size": batch}
-            config = SpeedtronicConfig.from_dict({"model": {"vocab_size": vocab_size, "max_seq_len": BLOCK}, "data": data})
+            model = {"vocab_size": vocab_size, "max_seq_len": BLOCK}
+            config = SpeedtronicConfig.from_dict({"model": model, "data": data})
             sources: dict[str, Iterator[Any]] = {
                 "shards": infinite_batches(build_dataloader(config)),
                 "text": iter(DataLoader(StreamedText(corpus, tokenizer), batch_size=batch)),
