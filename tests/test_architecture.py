@@ -20,6 +20,7 @@ FLOORS = (
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics", "runs"},
     {"shapes", "scheduling"},
+    {"parallel"},
     {"precision", "ranks", "registry"},
     {"config"},
     {"durable"},
