@@ -676,7 +676,7 @@ def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricL
     from speedtronic.distributed.stores.open import connect
 
     seed = config.data.seed if config.data.seed is not None else config.run.seed
-    found = None
+    found: list[Any] = []
     if group.rank == 0:
         with closing(connect(config.distributed)) as store:
             found = list(data_partition_of(config.distributed, store, seed))

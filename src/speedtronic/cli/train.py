@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         from speedtronic.runtime import import_plugins
 
         import_plugins(config.plugins, plugins_folder)
-        return dry_run(config, resume=args.resume or config.checkpoint.resume)
+        return dry_run(config, resume=args.resume or bool(config.checkpoint.resume))
     folder = run_folder(config)
     # Of several ranks, rank 0 holds the folder, and looks what is in it. It never meets the others if it refuses.
     with RunLock(folder) if folder is not None and leads else nullcontext():

@@ -136,16 +136,16 @@ class HeldOutLoss:
         # The mean over no target is NaN, and 0 · NaN would be too.
         summed = float(torch.where(counts > 0, torch.stack(losses).cpu() * counts, 0.0).sum()) if losses else 0.0
         total, batches = int(counts.sum()), len(weights)
-        size = int(torch.stack(text_bytes).sum()) if text_bytes else 0
+        read = int(torch.stack(text_bytes).sum()) if text_bytes else 0
         if self._divided:
-            own = torch.tensor([summed, total, batches, size, not of_tokens], dtype=torch.float64)
+            own = torch.tensor([summed, total, batches, read, not of_tokens], dtype=torch.float64)
             summed, *whole = self._group.reduce(own).tolist()
-            total, batches, size, of_tokens = int(whole[0]), int(whole[1]), int(whole[2]), not whole[3]
+            total, batches, read, of_tokens = int(whole[0]), int(whole[1]), int(whole[2]), not whole[3]
         if total == 0:
             raise DataError(f"the held-out data has no target to evaluate on ({batches} batches)")
         numbers = {"loss": summed / total}
         if self._tokens is not None and of_tokens:
-            numbers |= self._tokens.measures(summed, total, size or None)
+            numbers |= self._tokens.measures(summed, total, read or None)
         with keep_random_state():
             for name, metric in self._metrics.items():
                 numbers |= computed(name, metric.compute())

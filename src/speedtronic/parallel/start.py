@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, and in no __all__
+from torch.distributed.rendezvous import rendezvous
 
 from speedtronic.config import ParallelConfig
 from speedtronic.errors import ConfigError, DeviceError, RankError
@@ -80,11 +82,11 @@ def _start(section: ParallelConfig, launch: Launch, device: torch.device) -> Non
             # torch warns of its own defaults, such as a device that it guesses.
             warnings.simplefilter("ignore")
             timeout = timedelta(seconds=section.timeout + _SLACK)
-            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
             # torchrun keeps one store for all attempts, and what is left of the last one would lead nowhere.
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(f"speedtronic/{launch.attempt}", store),
+                store=PrefixStore(f"speedtronic/{launch.attempt}", store),
                 rank=launch.rank,
                 world_size=launch.size,
                 timeout=timeout,
@@ -98,14 +100,14 @@ def _start(section: ParallelConfig, launch: Launch, device: torch.device) -> Non
 
 
 def _start_watch(section: ParallelConfig, launch: Launch) -> Watch:
-    connection = dist.TCPStore(
+    connection = TCPStore(
         launch.address,
         launch.port,
         is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=_STORE_TIMEOUT),
     )
-    store = dist.PrefixStore(f"speedtronic/watch/{launch.attempt}", connection)
+    store = PrefixStore(f"speedtronic/watch/{launch.attempt}", connection)
     watch = Watch(store, launch.rank, launch.size, section.timeout)
     watch.start()
     atexit.register(watch.stop)

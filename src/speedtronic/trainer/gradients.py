@@ -94,7 +94,7 @@ def accumulate(
             loss = torch.zeros_like(loss)
         total = loss.detach() if total is None else total + loss.detach()
     if group.size > 1:
-        with phase("sum over ranks"):
+        with phase("update"):
             everything = max(1, expected())
             total = parameters[0].new_zeros((), dtype=torch.float32) if total is None else total
             # The last of these says whether any rank's counts differ.

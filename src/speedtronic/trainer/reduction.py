@@ -66,7 +66,8 @@ def sum_gradients(
         flying.append((bucket, group.reduce_later(flat)))
     for bucket, wait in flying:
         _give_back(bucket, wait())
-    summed, ranks_with = sums().split([len(numbers), len(parameters)])
+    everything = sums()
+    summed, ranks_with = everything[: len(numbers)], everything[len(numbers) :]
     if missing:
         # Only a rank that lacks a gradient has to know who has one, and waits for the device.
         unused = {id(p) for p, ranks in zip(parameters, ranks_with.tolist(), strict=True) if not ranks}
@@ -122,11 +123,11 @@ def average_buffers(buffers: Sequence[Tensor], group: Group) -> None:
     counts = [buffer for buffer in buffers if not buffer.is_floating_point()]
     if means:
         flat = torch.cat([buffer.reshape(-1).to(torch.float32) for buffer in means]) / group.size
-        parts = group.reduce(flat).split([buffer.numel() for buffer in means])
+        parts = torch.split(group.reduce(flat), [buffer.numel() for buffer in means])
         for buffer, part in zip(means, parts, strict=True):
             buffer.copy_(part.view(buffer.shape))
     if counts:
         flat = torch.cat([buffer.reshape(-1).to(torch.int64) for buffer in counts])
-        parts = group.reduce(flat, "max").split([buffer.numel() for buffer in counts])
+        parts = torch.split(group.reduce(flat, "max"), [buffer.numel() for buffer in counts])
         for buffer, part in zip(counts, parts, strict=True):
             buffer.copy_(part.view(buffer.shape))

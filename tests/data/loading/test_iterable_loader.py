@@ -363,7 +363,7 @@ def test_a_division_that_cannot_be_continued_is_taken_with_a_warning() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_batch_size_goes_on_at_the_same_item(workers: int) -> None:
-    """After 3 batches of 2 come batches of 4, which begin at item 6; and after one of those, batches of 3 at item 10."""
+    """After 3 batches of 2 come those of 4, which begin at item 6; after one of these, those of 3, at item 10."""
     whole = [item for batch in StreamLoader(NoiseStream(16), 2) for item in batch.tolist()]
     state = None
     seen = []
