@@ -45,7 +45,7 @@ class ProcessGroup:
             dist.all_reduce(reduced, _OPERATIONS["max" if how == "max" else "sum"])
         if how == "mean":
             reduced = reduced / self.size
-        return reduced if isinstance(number, Tensor) else _number(reduced)
+        return reduced if isinstance(number, Tensor) else type(number)(reduced.item())
 
     def reduce_later(self, tensor: Tensor) -> Callable[[], Tensor]:
         with self._waiting("a sum"):
@@ -106,10 +106,6 @@ class ProcessGroup:
                     f"rank {self.rank} waited for {what} of the other ranks, and one of them has gone or does not "
                     f"answer; its own output says why ({str(error).splitlines()[0]})"
                 ) from error
-
-
-def _number(tensor: Tensor) -> Any:
-    return tensor.item()
 
 
 def _to_bytes(value: Any) -> Tensor:
