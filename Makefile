@@ -67,9 +67,10 @@ bench: $(READY)  ## the benchmarks
 	$(BIN)/python benchmarks/diloco.py --history 10 200 --nodes 2 16 --rounds 1
 	$(BIN)/python benchmarks/diloco_ablation.py --quick
 
-torture: $(READY)  ## kill a training run three hundred times, and lose nothing
+torture: $(READY)  ## kill a training run three hundred times, and one of two ranks a hundred times, and lose nothing
 	$(BIN)/python -m tests.torture --self-test
 	$(BIN)/python -m tests.torture --kills 300
+	$(BIN)/python -m tests.torture.ranks --kills 100
 
 diloco-torture: $(READY)  ## kill three processes that train together again and again, and see what it costs
 	$(BIN)/python -m tests.torture_diloco --seeds 0 1 2

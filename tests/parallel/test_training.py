@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import SpeedtronicConfig
 from tests.support.configs import tiny
 from tests.support.launching import environment, run_ranks, start_ranks
+from tests.support.states import difference
 
 pytestmark = pytest.mark.slow
 
@@ -58,21 +58,6 @@ def state_of(folder: Path) -> dict[str, Any]:
     return state
 
 
-def assert_equal(one: Any, other: Any, where: str = "") -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_equal(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for number, pair in enumerate(zip(one, other, strict=True)):
-            assert_equal(*pair, f"{where}.{number}")
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    else:
-        assert str(one) == str(other), where
-
-
 def compared(folder: Path) -> dict[str, Any]:
     """The last state of a run, without its folder, and without how many passes this process has begun."""
     state = {key: value for key, value in state_of(folder).items() if key != "config"}
@@ -93,7 +78,7 @@ def test_a_run_that_goes_on_ends_like_one_that_was_never_interrupted(ranks: int,
     assert "to continue:" in results[0][1]
     assert all("to continue:" not in output for _, output, _ in results[1:])
     assert [code for code, _, _ in run_ranks(ranks, train(halves), cwd=tmp_path)] == [0] * ranks
-    assert_equal(compared(tmp_path / "halves"), compared(tmp_path / "whole"))
+    assert difference(compared(tmp_path / "halves"), compared(tmp_path / "whole")) is None
 
 
 def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint_and_nothing_else(tmp_path: Path) -> None:
@@ -104,7 +89,7 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_checkpoint_and_not
     assert "one of them has gone" in errors
     assert state_of(tmp_path / "killed")["step"] == 4
     assert [code for code, _, _ in run_ranks(2, train(killed), cwd=tmp_path)] == [0, 0]
-    assert_equal(compared(tmp_path / "killed"), compared(tmp_path / "whole"))
+    assert difference(compared(tmp_path / "killed"), compared(tmp_path / "whole")) is None
 
 
 def test_a_checkpoint_of_ranks_goes_on_in_one_process(tmp_path: Path) -> None:

@@ -108,9 +108,18 @@ _building = threading.Lock()
 
 
 def train_on_ranks(
-    monkeypatch: pytest.MonkeyPatch, size: int, config: dict[str, Any], *, resume: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    config: dict[str, Any],
+    *,
+    resume: bool = False,
+    max_steps: int | None = None,
 ) -> list[Trainer]:
-    """Train by a configuration on ranks that are threads; return their trainers."""
+    """Train by a configuration on ranks that are threads; return their trainers.
+
+    All threads share the global generators. So a model whose first weights are random is made by one after the other,
+    unless they share something while they build: a checkpoint, or the store of a node.
+    """
 
     def join(section: object, device: object) -> tuple[Group, torch.device]:
         return _own.group, torch.device("cpu")
@@ -120,10 +129,10 @@ def train_on_ranks(
 
     def train(group: ThreadGroup) -> Trainer:
         _own.group = group
-        # All threads share the global generators, so the models are made one after the other.
-        with nullcontext() if resume else _building:
+        with nullcontext() if resume or "distributed" in config else _building:
             trainer, _ = runtime.build_runtime(config, resume=resume)
-        trainer.fit()
+        with trainer.logger:
+            trainer.fit(max_steps)
         return trainer
 
     return on_ranks(size, train)
