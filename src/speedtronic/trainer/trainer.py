@@ -179,7 +179,7 @@ class Trainer:
         too, after a checkpoint that was due.
 
         Raises:
-            ConfigError: the target is not positive or beyond the scheduler's end, or `optimizer.ema` cannot copy the model.
+            ConfigError: the target is not positive or beyond the scheduler's end, or `optimizer.ema` cannot copy it.
             RunLockedError: another process is training in this folder.
             NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
