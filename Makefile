@@ -6,6 +6,9 @@ READY := $(VENV)/.ready
 # GPT-2's published BPE ranks, against which the tokenizers are tested, lie in this source distribution.
 WHISPER := openai_whisper-20250625
 RANKS := build/test-data/gpt2.tiktoken
+# Microsoft's emulator of Azure Blob Storage, from npm.
+AZURITE := build/azurite/node_modules/azurite/package.json
+AZURITE_VERSION := 3.37.0
 # One process a core; the tests of one file stay together.
 PYTEST := $(BIN)/pytest -n logical --dist loadfile
 # Compiled modules are kept: without them each process that a test starts would compile the package anew.
@@ -39,8 +42,8 @@ test-slow: $(READY) $(RANKS)  ## the slow tests: campaigns, compilers, examples,
 
 test-all: test test-slow  ## both of the above
 
-test-stores: $(READY)  ## the tests that need a server of S3: two are started on this machine
-	$(BIN)/pytest -m stores tests/distributed
+test-stores: $(READY) $(AZURITE)  ## the tests that need servers of object storage or a Hub, which they start on this machine
+	$(BIN)/pytest -m stores tests/distributed tests/cli
 
 check: test  ## what must be green before each commit
 
@@ -85,6 +88,9 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+$(AZURITE):
+	npm install --silent --no-fund --no-audit --no-save --prefix build/azurite azurite@$(AZURITE_VERSION)
 
 $(RANKS): | $(READY)
 	mkdir -p $(@D)
