@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,10 +77,9 @@ def draw_losses(run: Path, folder: Path) -> None:
     except (SpeedtronicError, KeyError, OSError) as error:
         output.warn(f"the card has no picture of the loss: {error}")
     else:
-        figure = axes.get_figure()
+        figure = axes.get_figure(root=True)
         assert figure is not None, "`plot` makes one"
-        with suppress(AttributeError):  # a part of a figure has no file of its own
-            figure.savefig(folder / _PICTURE, dpi=120)
+        figure.savefig(folder / _PICTURE, dpi=120)
 
 
 def publish(args: argparse.Namespace, folder: Path, address: str, message: str) -> None:

@@ -13,8 +13,9 @@ import hashlib
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -244,15 +245,13 @@ class CheckpointMirror:
         for entry in of_run(ranked, ranked[0].run_id):
             assert entry.manifest is not None, "a copy has one"
             try:
-                return manager.receive(
-                    entry.manifest, lambda name, files=copies[entry.path].files: self._read(files[name])
-                )
+                return manager.receive(entry.manifest, partial(self._read, copies[entry.path].files))
             except CheckpointError as error:
                 self._warn(f"the copy {entry.path} in {self._store.url} was passed over: {error}")
         raise CheckpointError(f"{self._store.url}: no copy of a checkpoint is whole; its warnings say why")
 
-    def _read(self, parts: tuple[_Part, ...]) -> Iterator[bytes]:
-        for part in parts:
+    def _read(self, files: Mapping[str, tuple[_Part, ...]], name: str) -> Iterator[bytes]:
+        for part in files[name]:
             data = self._store.get(part.path, limit=part.size, size=part.size, sha256=part.sha256)
             if data is None:
                 raise CheckpointError(f"{part.path} is missing or damaged")

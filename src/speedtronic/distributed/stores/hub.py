@@ -261,7 +261,7 @@ class HubStore:
 
         Raises what another answer than an absent file means.
         """
-        from huggingface_hub.utils import hf_raise_for_status
+        from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]  # public, and not marked so
 
         code = response.headers.get("X-Error-Code")
         if code == "RevisionNotFound":  # the history was squashed meanwhile
@@ -276,7 +276,7 @@ class HubStore:
         return self._own if response.headers.get("X-Repo-Commit") in self._older else None
 
     def _request(self, method: str, name: str, revision: str, *, follow: bool = True) -> Any:
-        from huggingface_hub.utils import build_hf_headers, get_session
+        from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]  # likewise
 
         url = f"{self._api.endpoint}/{self._repository}/resolve/{revision}/{self._path}{name}"
         headers = {**build_hf_headers(library_name="speedtronic"), "Accept-Encoding": "identity"}

@@ -161,9 +161,10 @@ def check_exchange(config: DistributedConfig) -> None:
     """Check what a configuration says of the store that nodes share, without asking it.
 
     Raises:
-        ConfigError: see `check_address`; or a token is given.
+        ConfigError: see `check_address`; a token is given; or nobody knows among how many nodes commits are shared.
     """
     check_address(str(config.repo_id), config.store_options)
+    _shared_budget(config)
     if config.token is not None:
         raise ConfigError(
             "distributed.token: remove it: credentials come from the environment or from a login, so that no file "

@@ -166,7 +166,7 @@ class S3Store:
             self._ask(timeout, "rm_file", path)
 
     def close(self) -> None:
-        from fsspec.asyn import sync
+        from fsspec.asyn import sync  # type: ignore[import-untyped]  # it has no types
 
         creator = getattr(self._fs, "_s3creator", None)  # s3fs sets it with its first request
         if creator is not None:
@@ -193,7 +193,7 @@ class S3Store:
             FileExistsError, FileNotFoundError: the name is taken, or free.
             StoreError: anything else that can go wrong; the message says what to check.
         """
-        from fsspec.asyn import sync  # type: ignore[import-untyped]  # it has no types
+        from fsspec.asyn import sync
 
         try:
             return sync(self._fs.loop, getattr(self._fs, f"_{method}"), *args, timeout=timeout, **options)
