@@ -303,11 +303,18 @@ def test_names_are_not_compared_where_one_side_has_none_and_compiled_names_match
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler about itself
 def test_a_compiled_run_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    straight, parts = (option_config({"compile": True}, folder, tmp_path / part) for part in ("straight", "parts"))
+    logging = {"json_file": "log.jsonl"}
+    straight, parts = (
+        option_config({"compile": True, "logging": logging}, folder, tmp_path / part) for part in ("straight", "parts")
+    )
     whole = train_from_config(straight)
     train_from_config(parts, max_steps=STOP)
     assert losses(train_from_config(parts, resume=True)) == losses(whole)[STOP:]
+    for run in ("straight", "parts"):
+        lines = [json.loads(line) for line in (tmp_path / run / "log.jsonl").read_text().splitlines()]
+        assert {line["status"] for line in lines if line["event"] == "compile"} == {"enabled"}
 
 
 def test_another_folder_continues_the_same_run(folder: Path, tmp_path: Path) -> None:

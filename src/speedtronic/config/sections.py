@@ -105,7 +105,14 @@ def _alignment(value: object) -> object:
 
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
-PathText = Annotated[str, BeforeValidator(_as_text), Field(min_length=1), AfterValidator(_writable)]
+# A shell expands the `~` of no `key=~/path`, and a file has no shell.
+PathText = Annotated[
+    str,
+    BeforeValidator(_as_text),
+    Field(min_length=1),
+    AfterValidator(_writable),
+    AfterValidator(os.path.expanduser),
+]
 # No real run reaches these bounds. PyTorch, or a float, cannot hold numbers beyond them.
 _LARGEST_SIZE = 2**31 - 1
 _MOST_PROCESSORS = 4096

@@ -391,8 +391,9 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
     # Check what it returned.
     train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for part in (train,) if validation is None else (train, validation):
-        # A class has the methods of its instances, and a tuple would be a dataset of its members.
+        # A class has the methods of its instances, and a tuple, or a list of datasets, would be one of its members.
         wrong = isinstance(part, type | tuple | Mapping | str | bytes)
+        wrong = wrong or (isinstance(part, list) and any(isinstance(member, Dataset) for member in part))
         indexable = hasattr(part, "__getitem__") and hasattr(part, "__len__") and not wrong
         if not (indexable or isinstance(part, IterableDataset)):
             found = f"the class {part.__name__}" if isinstance(part, type) else type(part).__name__
