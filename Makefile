@@ -69,9 +69,10 @@ bench: $(READY)  ## the benchmarks, half an hour: beside loops by hand, into a h
 bench-peers: $(PEERS)/.ready  ## beside Lightning and the Hugging Face Trainer, in an environment of its own
 	$(PEERS)/bin/speedtronic bench --only peers --history $(HISTORY)
 
-torture: $(READY)  ## kill a training run three hundred times, and lose nothing
+torture: $(READY)  ## kill a training run three hundred times, and one of two ranks a hundred times, and lose nothing
 	$(BIN)/python -m tests.torture --self-test
 	$(BIN)/python -m tests.torture --kills 300
+	$(BIN)/python -m tests.torture.ranks --kills 100
 
 diloco-torture: $(READY)  ## kill three processes that train together again and again, and see what it costs
 	$(BIN)/python -m tests.torture_diloco --seeds 0 1 2

@@ -19,6 +19,9 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "distributed.outer": ("sparse_loco",),
     "distributed.trusted_nodes": (),
     "distributed.robust": (),
+    "parallel.strategy": ("fsdp",),
+    "parallel.shard_within_node": (),
+    "parallel.cpu_offload": (),
     "precision.mode": ("fp8",),
 }
 """Keys whose part is still to come, with the values that need it; without values, all but the default need it."""

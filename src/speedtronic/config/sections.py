@@ -573,7 +573,11 @@ class CheckpointConfig(Section):
         "step count.",
     )
     background: bool = Field(default=True, description="Write in the background, from a snapshot.")
-    resume: bool = Field(default=False, description="Continue from the newest sound checkpoint.")
+    resume: bool | Literal["auto"] = Field(
+        default=False,
+        description="Continue from the newest sound checkpoint. auto: start anew without a warning where there is none "
+        "yet, for launchers that start a run again by themselves.",
+    )
 
 
 # The numbers of the event `train_step`; those that it has of an interval too are shown of the interval.
@@ -897,4 +901,29 @@ class CompileOptions(Section):
     regional: bool = Field(
         default=False,
         description="Compile the blocks that the model repeats, once for all of them, instead of the whole model.",
+    )
+
+
+class ParallelConfig(Section):
+    """How the processes that torchrun starts train one model."""
+
+    section_name: ClassVar[str] = "parallel"
+
+    strategy: Literal["auto", "ddp", "fsdp", "none"] = Field(
+        default="auto",
+        description="ddp: each process has the whole model, on its own device, and a part of each update. auto is ddp. "
+        "none: each process trains on its own, whatever its launcher says.",
+    )
+    shard_within_node: bool = Field(default=False, description="With fsdp: shard within a machine only.")
+    cpu_offload: bool = Field(default=False, description="With fsdp: keep the shards in the memory of the host.")
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None, description="Arithmetic in which gradients are summed over the ranks; null is their own."
+    )
+    find_unused_parameters: bool = Field(
+        default=False,
+        description="Accepted for those who know it from elsewhere. Weights that some ranks do not use in an update "
+        "are found without it.",
+    )
+    timeout: PositiveFloat = Field(
+        default=600.0, description="Seconds that ranks wait for one that does not come. Then they name it and end."
     )

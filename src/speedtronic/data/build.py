@@ -42,7 +42,8 @@ class TrainingData:
 
     Attributes:
         train: batches without end, epoch after epoch.
-        validation: the held-out part, sequential and complete on every rank; None when nothing is held out.
+        validation: the held-out part, sequential and complete; or a rank's part of it, where the ranks measure
+            together. None when nothing is held out.
         tokenizer: turns the data's ids into text; None where the data has no text.
     """
 
@@ -65,6 +66,7 @@ def build_data(
     rank: int = 0,
     world_size: int = 1,
     order_seed: int | None = None,
+    in_step: int = 1,
     warn: Callable[[str], None] = warn,
 ) -> TrainingData:
     """The training and validation loaders of a configuration.
@@ -75,6 +77,8 @@ def build_data(
         pin_memory: what `data.pin_memory: null` means on the device of this run.
         rank, world_size: this reader's number, and how many readers share the training part.
         order_seed: the seed of the training part's order and of its samples' randomness; `data.seed` without it.
+        in_step: how many of the readers are ranks that train one model together, from a multiple of it on. They divide
+            what is held out, unless `eval.metrics` need all of it in one place.
         warn: told where the data cannot be kept in the cache.
 
     Raises:
@@ -96,6 +100,7 @@ def build_data(
         seed=seed if order_seed is None else order_seed,
         rank=rank,
         world_size=world_size,
+        in_step=in_step,
         collate=collate,
         pin_memory=pin_memory,
     )
@@ -107,8 +112,7 @@ def build_data(
             shuffle=False,
             drop_last=False,
             seed=seed,
-            rank=0,
-            world_size=1,
+            **_division_of_held_out(config, rank, in_step),
             collate=collate,
             pin_memory=pin_memory,
         )
@@ -121,15 +125,18 @@ def build_set(
     tokenizer: Tokenizer | None,
     *,
     pin_memory: bool,
+    rank: int = 0,
+    in_step: int = 1,
     warn: Callable[[str], None] = warn,
 ) -> tuple[Loader, Tokenizer | None]:
-    """The loader of one of `eval.sets`: sequential, with every sample, and complete on every rank.
+    """The loader of one of `eval.sets`: sequential, with every sample.
 
     Args:
         config: a resolved configuration.
         name: of the set.
         tokenizer: that of the training data, with which a text is encoded.
         pin_memory: what `data.pin_memory: null` means on the device of this run.
+        rank, in_step: as for `build_data`, which divides the set alike.
         warn: told where the data cannot be kept in the cache.
 
     Returns:
@@ -176,8 +183,7 @@ def build_set(
         shuffle=False,
         drop_last=False,
         seed=_resolved(data.seed, "seed"),
-        rank=0,
-        world_size=1,
+        **_division_of_held_out(config, rank, in_step),
         collate=_collate(settings),
         pin_memory=pin_memory,
     )
@@ -271,6 +277,7 @@ def _loader(
     world_size: int,
     collate: Collate,
     pin_memory: bool,
+    in_step: int = 1,
 ) -> Loader:
     options: dict[str, Any] = {
         "seed": seed,
@@ -281,12 +288,19 @@ def _loader(
         "collate": collate,
         "rank": rank,
         "world_size": world_size,
+        "in_step": in_step,
     }
     if not isinstance(dataset, IterableDataset):
         return TokenLoader(dataset, data.micro_batch_size, shuffle=shuffle, **options)
     if shuffle:
         raise ConfigError("data.shuffle: an IterableDataset sets its own order; leave this false")
     return StreamLoader(dataset, data.micro_batch_size, **options)
+
+
+def _division_of_held_out(config: SpeedtronicConfig, rank: int, in_step: int) -> dict[str, int]:
+    """How ranks in step share what is held out. A metric of a user's own must see all of it in one process."""
+    ranks = 1 if config.eval.metrics else in_step
+    return {"rank": rank % ranks, "world_size": ranks, "in_step": ranks}
 
 
 def _resolved(value: int | None, key: str) -> int:

@@ -46,6 +46,8 @@ class TokenLoader:
     Ranks that read one dataset together divide its order into global batches of world_size · B samples, B for each
     rank. They divide the last, shorter one as evenly as possible, so that each sample comes once. The position counts
     the samples of all ranks: every rank can be restored from the position of rank 0, also with another `world_size`.
+    Ranks that train one model are `in_step`: where the last one has fewer samples than ranks, those without get None
+    for a batch, and so all have as many batches.
 
     Attributes:
         warn: told where a saved position is continued in another order. A run sets it.
@@ -64,6 +66,7 @@ class TokenLoader:
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None is the platform's
             default.
         rank, world_size: this reader's number, and how many readers share the data.
+        in_step: how many ranks train one model together.
 
     Raises:
         DataError: an empty dataset, or one too small to give this rank a batch; while iterating, a sample or batch
@@ -86,6 +89,7 @@ class TokenLoader:
         multiprocessing_context: str | None = None,
         rank: int = 0,
         world_size: int = 1,
+        in_step: int = 1,
     ) -> None:
         if not isinstance(dataset, Sized):
             raise DataError(
@@ -99,7 +103,7 @@ class TokenLoader:
         # keep the workers alive after the last reference to it.
         self._sampler = BatchSampler(
             SampleOrder(len(dataset), shuffle=shuffle, seed=seed),
-            GlobalBatch(batch_size, rank=rank, world_size=world_size, drop_last=drop_last),
+            GlobalBatch(batch_size, rank=rank, world_size=world_size, drop_last=drop_last, in_step=in_step),
         )
         self._fetcher = Fetcher(
             _SampleBatches(dataset, collate, seed),
@@ -120,6 +124,11 @@ class TokenLoader:
     def batch_size(self) -> int:
         """Samples per batch."""
         return self._sampler.global_batch.batch_size
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """Which part of the data this loader reads, and of how many."""
+        return self._sampler.global_batch.rank, self._sampler.global_batch.world_size
 
     @property
     def epoch(self) -> int:
@@ -222,6 +231,8 @@ class _SampleBatches(BatchMaker):
         self._epoch_aware = epoch_aware_parts(dataset)
 
     def make(self, key: BatchIndices) -> Any:
+        if not len(key.indices):
+            return None  # other ranks in step have the last samples of the epoch
         if isinstance(self._dataset, TokenDataset):
             return self._dataset.batch(key.indices)
         samples = []
