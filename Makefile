@@ -13,7 +13,7 @@ PYTEST := $(BIN)/pytest -n logical --dist loadfile
 # Compiled modules are kept: without them each process that a test starts would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores check lint docs bench bench-peers torture diloco-torture diloco-campaign clean
+.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores extras check lint docs bench bench-peers torture diloco-torture diloco-campaign clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library, let it write, and draw its report
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -44,6 +44,9 @@ test-all: test test-slow  ## both of the above
 test-stores: $(READY)  ## the tests that need a server of S3: two are started on this machine
 	$(BIN)/pytest -m stores tests/distributed
 
+extras: $(READY)  ## install what few people need, so that none of its tests is skipped: trackers, lm-eval
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[wandb,mlflow,trackio,lm-eval]'
+
 check: test  ## what must be green before each commit
 
 lint: $(READY)
@@ -66,9 +69,10 @@ bench: $(READY)  ## the benchmarks, half an hour: beside loops by hand, into a h
 bench-peers: $(PEERS)/.ready  ## beside Lightning and the Hugging Face Trainer, in an environment of its own
 	$(PEERS)/bin/speedtronic bench --only peers --history $(HISTORY)
 
-torture: $(READY)  ## kill a training run three hundred times, and lose nothing
+torture: $(READY)  ## kill a training run three hundred times, and one of two ranks a hundred times, and lose nothing
 	$(BIN)/python -m tests.torture --self-test
 	$(BIN)/python -m tests.torture --kills 300
+	$(BIN)/python -m tests.torture.ranks --kills 100
 
 diloco-torture: $(READY)  ## kill three processes that train together again and again, and see what it costs
 	$(BIN)/python -m tests.torture_diloco --seeds 0 1 2

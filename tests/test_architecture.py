@@ -21,6 +21,7 @@ FLOORS = (
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics", "runs"},
     {"shapes", "scheduling"},
+    {"parallel"},
     {"precision", "ranks", "registry"},
     {"config"},
     {"durable"},
