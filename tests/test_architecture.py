@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "speedtronic"
 # Top to bottom. Rooms on one floor do not know each other.
 FLOORS = (
     {"cli"},
+    {"bench"},
     {"runtime"},
     {"evaluation", "tuning", "report"},
     {"generation"},

@@ -10,6 +10,7 @@ from typing import Any
 
 from speedtronic import __version__
 from speedtronic.cli import (
+    bench,
     checkpoints,
     configuration,
     data,
@@ -102,4 +103,5 @@ def build_parser() -> argparse.ArgumentParser:
     checkpoints.add_parser(commands)
     diloco.add_parser(commands)
     doctor.add_parser(commands)
+    bench.add_parser(commands)
     return parser

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from speedtronic.checkpoint import capture_rng_state, restore_rng_state
+from speedtronic.errors import ConfigError
+from speedtronic.model import evaluation_mode
 from speedtronic.ranks import Group
 from speedtronic.trainer.callbacks import Callbacks, RunView
 from speedtronic.trainer.monitor import Monitor, emit_evaluation
@@ -18,7 +21,11 @@ from speedtronic.trainer.state import Run
 
 
 class Evaluator(Protocol):
-    """Measures a model on held-out data, and leaves its train/eval flags and the RNG as it found them."""
+    """Measures a model on held-out data.
+
+    The model is in evaluation mode. Afterwards its modules have their own modes again, and the random numbers go on as
+    if nothing had been measured.
+    """
 
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Mapping[str, Any] | None:
         """Return the numbers of the `eval` event, `loss` among them; None when it gave up because it should stop.
@@ -161,8 +168,13 @@ class BetweenSteps:
         self._settle()
         averaged = self._run.averaged_model
         model = self._run.model if averaged is None else averaged
-        with self._reporter.evaluating():
-            numbers = self._group.broadcast(self._evaluator(model, lambda: self._signals.noted is not None))
+        rng = capture_rng_state()
+        try:
+            with self._reporter.evaluating(), evaluation_mode(model):
+                numbers = self._evaluator(model, lambda: self._signals.noted is not None)
+        finally:
+            restore_rng_state(rng)
+        numbers = self._group.broadcast(None if numbers is None else _with_loss(numbers))
         if numbers is not None:
             self.evaluated_at, self.eval_loss = self._run.step, numbers["loss"]
             emit_evaluation(self._run.logger, self._run.step, numbers)
@@ -216,3 +228,15 @@ class BetweenSteps:
             # Only this rank was told. What it asks for now waits until the ranks agree after the next step.
             self._asked_alone = self.view.stopping, self.view.saving
             self.view.stopping, self.view.saving = agreed
+
+
+def _with_loss(numbers: Any) -> Mapping[str, Any]:
+    """What an evaluator has returned, with a loss that is a number."""
+    try:
+        return {**numbers, "loss": float(numbers["loss"])}
+    except (TypeError, KeyError, ValueError, RuntimeError):  # the last from a tensor of several elements
+        keys = f" of {', '.join(map(str, numbers))}" if isinstance(numbers, Mapping) else ""
+        raise ConfigError(
+            f"evaluator: must return a mapping with a number under 'loss', or None where it gave up, not a "
+            f"{type(numbers).__name__}{keys}"
+        ) from None

@@ -77,6 +77,7 @@ class TrainerState:
         self.batches = BatchStream(dataloader, capture_rng=capture_rng_state, restore_rng=restore_rng_state, warn=warn)
         self.counters = Counters()
         self.average: WeightAverage | None = None
+        self._said_what_it_lacks = False
         self.scaler: dict[str, Any] | None = None
         self.coordinator: dict[str, Any] | None = None
 
@@ -173,6 +174,18 @@ class TrainerState:
             self.average = None
         if self.average is None and decay is not None:
             self.average = WeightAverage(model, decay)
+
+    def update_average(self, run: Run, refused: Tensor | None) -> None:
+        """Move the average of the weights, if there is one, as `WeightAverage.update` does."""
+        if self.average is None:
+            return
+        self.average.update(refused)
+        if not self._said_what_it_lacks and self.average.lacks_weights():
+            self._said_what_it_lacks = True
+            run.logger.warning(
+                "optimizer.ema: weights are trained that were frozen when the average began: they are in it as they "
+                "are, not averaged; freeze them in a callback's on_train_start instead, and all are averaged"
+            )
 
 
 def seed_rank(*parts: int) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.errors import InputError, ModelError, RankError, ScalerOverflowError
+from speedtronic.errors import DataError, InputError, ModelError, RankError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
 from speedtronic.scheduling import StageStreamScheduler
 from speedtronic.trainer.compile import Compilation
-from speedtronic.trainer.forward import Forward
+from speedtronic.trainer.forward import Forward, tensors_in
 from speedtronic.trainer.gradients import accumulate, clip_gradients
 from speedtronic.trainer.loss import MeanLoss, align_labels, count_targets
 from speedtronic.trainer.merging import Merged, merge
@@ -110,9 +110,21 @@ class Updater:
         self._clear()  # what was left from before
 
     def take(self, batches: Iterator[Any]) -> list[Any]:
-        """The next micro batches of one update, with labels that are aligned."""
+        """The next micro batches of one update, with labels that are aligned.
+
+        Raises:
+            DataError: the loader has written one of them over another, or the labels cannot be aligned.
+        """
         with phase("data"):
-            taken = [next(batches) for _ in range(self._micro_batches)]
+            taken, versions = [], []
+            for _ in range(self._micro_batches):
+                taken.append(next(batches))
+                versions += [(tensor, tensor._version) for tensor in tensors_in(taken[-1]) if not tensor.is_inference()]
+            if any(tensor._version != version for tensor, version in versions):
+                raise DataError(
+                    "the data loader has written into a batch that it gave before, and an update takes "
+                    f"{self._micro_batches} of them at once; give each batch memory of its own, such as a clone"
+                )
             return [align_labels(batch) for batch in taken] if self._unshifted else taken
 
     def weight_of(self, batches: Sequence[Any]) -> int:

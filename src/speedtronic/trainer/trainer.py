@@ -31,7 +31,7 @@ from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, mo
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
 from speedtronic.trainer.group_sync import share_coordinator
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
-from speedtronic.trainer.loss import LossFunction, loss_by_name
+from speedtronic.trainer.loss import LossFunction, lend_loss, loss_by_name
 from speedtronic.trainer.merging import check_merging
 from speedtronic.trainer.nonfinite import nonfinite_error
 from speedtronic.trainer.out_of_memory import advice_if_out_of_memory
@@ -45,7 +45,7 @@ from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
-from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
+from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_unsupported
 from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
@@ -68,7 +68,7 @@ class Trainer:
         max_steps: default target of `fit`; `config.data.max_steps` or `config.run.max_steps` without it.
         start_step: the global step at which counting begins.
         loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not; what `config.loss` names without it.
-            It becomes the `loss_fn` of the evaluator too, if that has one which is None.
+            It is the `loss_fn` of the evaluator too, while this trainer trains, if that has one which is None.
         evaluator: called at the cadence of `config.eval` with the model, or with the averaged model where
             `config.optimizer.ema` keeps one, and with a function that says whether the run is being interrupted.
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints always does.
@@ -80,8 +80,7 @@ class Trainer:
             gradients to rounding. Only of a model that declares `supports_merged_microbatches`, without a `loss_fn`.
 
     Raises:
-        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several; a callback has no
-            method of one; `config.loss` names a function that cannot be imported; micro batches cannot be merged.
+        ConfigError: a part, or what `config.loss` names, cannot be used; micro batches cannot be merged.
         DeviceError: the device does not exist here.
     """
 
@@ -109,7 +108,7 @@ class Trainer:
         callbacks: Iterable[object] = (),
         merged_micro_batches: int = 1,
     ) -> None:
-        refuse_unsupported(optimizer, scheduler)
+        refuse_unsupported(optimizer, scheduler, evaluator)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         self.model = model
@@ -138,8 +137,7 @@ class Trainer:
         for problem in unused_keys(self.config, parts):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
-        if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:
-            evaluator.loss_fn = loss_fn
+        lend_loss(evaluator, loss_fn)
         self._merged = check_merging(model, loss_fn, self._micro_batches, merged_micro_batches)
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
         self._count_warning = Once(self.logger.warning)
@@ -211,13 +209,13 @@ class Trainer:
         if requested <= 0:
             raise ConfigError(f"max_steps must be positive, not {requested}")
         refuse_exhausted(self.scheduler, requested - self.step)
+        refuse_autocast(self.device)
         leads = self._group.rank == 0
         manager = self.checkpoint_manager if leads else None
         checkpoints = manager.directory if manager is not None and manager.enabled else None
         saves = check_alike(self._group, checkpoints is not None, self._evaluator)
-        for folder in (self._lock_directory, checkpoints):
-            if folder is not None and leads:
-                stack.enter_context(RunLock(folder))
+        for folder in filter(None, (self._lock_directory if leads else None, checkpoints)):
+            stack.enter_context(RunLock(folder))
         if manager is not None and isinstance(self.logger, MetricLogger):  # a user's own may have no such attribute
             self.logger.run_id = manager.run_id
         if self._on_lock is not None and leads:
@@ -225,6 +223,7 @@ class Trainer:
         use_device(self.device, self.config.precision.tf32)
         self.model.to(self.device)
         self._parts.train()
+        lend_loss(self._evaluator, self._forward.loss_fn)
         if uninitialized(self.model):
             initialize(self.model, lambda: self._forward.call(self.model, self._move_batch(self._state.batches.peek())))
         share_weights(self.model, self._group)
@@ -315,6 +314,7 @@ class Trainer:
         self._group.note(f"step {self.step + 1}")
         sizes = [self._batch_size_and_tokens(batch) for batch in batches if batch is not None]
         work = fit.exchange(self._group, self.step + 1, batches, sizes)
+        self._parts.stay_in_training()
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1, lambda: work().weight)
         fit.act_on(work())
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
@@ -335,9 +335,8 @@ class Trainer:
             coordinator.count(samples, tokens)
             if coordinator.after_optimizer_step(self.model, self.step) and coordinator.reset_inner_optimizer:
                 self.optimizer.state.clear()
-        if self._state.average is not None:
-            # Of the weights that the next update starts from, which the coordinator may have replaced just now.
-            self._state.average.update(bad if self.config.run.on_nonfinite != "ignore" else None)
+        # Of the weights that the next update starts from, which the coordinator may have replaced just now.
+        self._state.update_average(self, bad if self.config.run.on_nonfinite != "ignore" else None)
         update = Update(
             step=self.step,
             lr=float(group["lr"]),

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Subset
 from speedtronic.data.loading.collate import collate_batch
 from speedtronic.data.loading.datasets import TokenDataset
 from speedtronic.data.loading.epochs import epoch_aware_parts, knows_epoch, tell
+from speedtronic.data.loading.mixture import MixtureDataset
 from speedtronic.data.loading.sampler import BatchIndices, BatchSampler, GlobalBatch, SampleOrder, derive_seed
 from speedtronic.data.loading.workers import BatchMaker, Fetcher, blame, generators_kept, seed_generators, type_name
 from speedtronic.errors import DataError, warn
@@ -96,7 +97,7 @@ class TokenLoader:
                 f"must be a torch.utils.data.IterableDataset"
             )
         self.warn: Callable[[str], None] = warn
-        self.dataset = dataset
+        self.dataset: Dataset[Any] = dataset
         self.fingerprint = _fingerprint(dataset, len(dataset))
         # The sampler is an object of its own, since torch's loader keeps it: a reference back to this object would
         # keep the workers alive after the last reference to it.
@@ -164,13 +165,14 @@ class TokenLoader:
             "seed": order.seed,
             "shuffle": order.shuffle,
             "fingerprint": self.fingerprint,
+            **({"weights": [*self.dataset.weights.values()]} if isinstance(self.dataset, MixtureDataset) else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position.
 
-        With another `seed` or `shuffle` this loader keeps its own, with a warning, since the order of the epoch is
-        then a different one.
+        With another `seed` or `shuffle`, or other weights of a mixture, this loader keeps its own, with a warning,
+        since the order of the epoch is then a different one.
 
         Raises:
             DataError: the state comes from other data, recognised by checksum.
@@ -189,6 +191,17 @@ class TokenLoader:
                 f"the order of the data has changed ({keys}): until the epoch ends some samples may come twice and "
                 "others not at all"
             )
+        if isinstance(self.dataset, MixtureDataset):
+            now, then = self.dataset.weights, state["weights"]
+            if [*now.values()] != then:
+                changes = ", ".join(
+                    f"{name} {before:.4g} → {weight:.4g}"
+                    for (name, weight), before in zip(now.items(), then, strict=True)
+                )
+                self.warn(
+                    f"the weights of the mixture have changed: {changes}; the new ones hold from here on, and until "
+                    "the epoch ends some samples may come twice and others not at all"
+                )
         self._seek(int(state["epoch"]), int(state["samples"]))
 
     def close(self) -> None:
