@@ -213,9 +213,8 @@ class Trainer:
         manager = self.checkpoint_manager if leads else None
         checkpoints = manager.directory if manager is not None and manager.enabled else None
         saves = check_alike(self._group, checkpoints is not None, self._evaluator)
-        for folder in (self._lock_directory, checkpoints):
-            if folder is not None and leads:
-                stack.enter_context(RunLock(folder))
+        for folder in filter(None, (self._lock_directory if leads else None, checkpoints)):
+            stack.enter_context(RunLock(folder))
         if manager is not None and isinstance(self.logger, MetricLogger):  # a user's own may have no such attribute
             self.logger.run_id = manager.run_id
         if self._on_lock is not None and leads:
@@ -311,10 +310,10 @@ class Trainer:
         """Run one global step; false when the gradient scaler skipped its update."""
         self._group.note(f"step {self.step + 1}, its data")
         batches = fit.updater.take(self._state.batches)
-        self._parts.stay_in_training()
         self._group.note(f"step {self.step + 1}")
         sizes = [self._batch_size_and_tokens(batch) for batch in batches if batch is not None]
         work = fit.exchange(self._group, self.step + 1, batches, sizes)
+        self._parts.stay_in_training()
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1, lambda: work().weight)
         fit.act_on(work())
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
