@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from speedtronic.cli import (
 )
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.cli.tracebacks import format_error
-from speedtronic.errors import SpeedtronicError
+from speedtronic.errors import ConfigError, SpeedtronicError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +49,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     try:
         try:
             args = build_parser().parse_args(argv)
+            _check_working_directory()
             code: int = args.run(args)
         except SystemExit as stop:
             # As Python itself does: `sys.exit("why")` in a user's code prints the reason and is 1.
@@ -69,6 +71,14 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         print(format_error(error), end="", file=sys.stderr)
         return 1
     return code
+
+
+def _check_working_directory() -> None:
+    """Raise ConfigError where it is gone. Relative paths lead nowhere then, and torch's libraries cannot be loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory is gone; change to a folder that exists (cd), and try again") from None
 
 
 def build_parser() -> argparse.ArgumentParser:
