@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
-from speedtronic.errors import DataError, ModelError
+from speedtronic.errors import ConfigError, DataError, ModelError
 from speedtronic.evaluation.metrics import Metric, computed, predictions_and_targets
 from speedtronic.evaluation.tokens import TokenMeasures
 from speedtronic.model import evaluation_mode
@@ -41,6 +41,9 @@ class HeldOutLoss:
         tokens: what the loss says of text; None where it is not the mean cross-entropy of tokens.
         warn: called once with what looks wrong with the model's output, and with the batches.
 
+    Raises:
+        ConfigError: `passes` cannot be called.
+
     Attributes:
         loss_fn: the argument; may be set until the first evaluation.
     """
@@ -49,7 +52,7 @@ class HeldOutLoss:
         self,
         passes: Callable[[], Iterable[Any]],
         *,
-        device: torch.device,
+        device: str | torch.device,
         precision: PrecisionPlan,
         batches: int | None = None,
         loss_fn: LossFunction | None = None,
@@ -58,9 +61,14 @@ class HeldOutLoss:
         tokens: TokenMeasures | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
+        if not callable(passes):
+            raise ConfigError(
+                f"passes: must be a function that returns the batches of one pass, such as lambda: batches, not a "
+                f"{type(passes).__name__}"
+            )
         self.loss_fn = loss_fn
         self._passes = passes
-        self._device = device
+        self._device = torch.device(device)
         self._precision = precision
         self._limit = batches
         self._labels = labels
@@ -117,6 +125,10 @@ class HeldOutLoss:
         forward.settle()
         if should_stop():
             return None
+        if not weights:
+            raise DataError(
+                "the held-out data gave no batch: it is empty, or it is an iterator that an earlier evaluation has read"
+            )
         counts = torch.tensor([int(weight) for weight in weights], dtype=torch.float64)
         total = int(counts.sum())
         if total == 0:

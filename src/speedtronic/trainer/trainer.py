@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
-from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_unsupported
+from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_unsupported, refuse_wrong_parts
 from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
@@ -105,7 +106,9 @@ class Trainer:
         callbacks: Iterable[object] = (),
         merged_micro_batches: int = 1,
     ) -> None:
-        refuse_unsupported(optimizer, scheduler, evaluator)
+        parts = {"model": model, "loss_fn": loss_fn, "evaluator": evaluator, "logger": logger, "precision": precision}
+        refuse_wrong_parts(parts | {"checkpoint_manager": checkpoint_manager, "callbacks": callbacks})
+        refuse_unsupported(optimizer, scheduler)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         self.model = model
@@ -130,9 +133,8 @@ class Trainer:
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, self.config.eval, warn=self.logger.warning)
-        parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=optimizer, scheduler=scheduler)
-        parts |= dict(checkpoint_manager=checkpoint_manager, coordinator=coordinator, loss_fn=loss_fn, logger=logger)
-        parts |= {"evaluator": evaluator, "callbacks": callbacks or None, "metadata": metadata}
+        parts |= {"dataloader": dataloader, "optimizer": optimizer, "scheduler": scheduler, "coordinator": coordinator}
+        parts |= dict(checkpoint_manager=checkpoint_manager, callbacks=callbacks or None, metadata=metadata)
         for problem in unused_keys(self.config, parts):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
@@ -204,8 +206,8 @@ class Trainer:
         """Lock the folders, put the model on the device, and build what this call of `fit` needs."""
         configured = self.config.data.max_steps or self.config.run.max_steps
         requested = next(steps for steps in (max_steps, self.max_steps, configured) if steps is not None)
-        if requested <= 0:
-            raise ConfigError(f"max_steps must be positive, not {requested}")
+        if not isinstance(requested, Integral) or requested <= 0:
+            raise ConfigError(f"max_steps must be positive and whole, not {requested!r}")
         refuse_exhausted(self.scheduler, requested - self.step)
         refuse_autocast(self.device)
         manager = self.checkpoint_manager
@@ -403,10 +405,7 @@ class Trainer:
         raise nonfinite_error(step, loss=loss, norm=norm, no_target=no_target)
 
     def _act_between_steps(self, fit: Fit) -> None:
-        """Let the callbacks act, evaluate, and save: a checkpoint holds what the others did and measured.
-
-        It is written even if one of them fails.
-        """
+        """Let the callbacks act, evaluate, and save what the others did and measured, even if one of them fails."""
         try:
             fit.between.tell_of_step()
             last = not fit.wants_more(self.step)
