@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class Trainer:
         callbacks: Iterable[object] = (),
         merged_micro_batches: int = 1,
     ) -> None:
-        parts = {"model": model, "loss_fn": loss_fn, "evaluator": evaluator, "logger": logger, "precision": precision}
+        parts = dict[str, Any](model=model, loss_fn=loss_fn, evaluator=evaluator, logger=logger, precision=precision)
         refuse_wrong_parts(parts | {"checkpoint_manager": checkpoint_manager, "callbacks": callbacks})
         refuse_unsupported(optimizer, scheduler)
         config = SpeedtronicConfig() if config is None else config
@@ -207,7 +207,7 @@ class Trainer:
     def _begin(self, max_steps: int | None, stack: ExitStack) -> Fit:
         """Lock the folders, put the model on the device, and build what this call of `fit` needs."""
         requested = self.max_steps if max_steps is None else max_steps
-        if not isinstance(requested, Integral) or requested <= 0:
+        if not isinstance(cast(object, requested), Integral) or requested <= 0:
             raise ConfigError(f"max_steps must be positive and whole, not {requested!r}")
         refuse_exhausted(self.scheduler, requested - self.step)
         refuse_autocast(self.device)
