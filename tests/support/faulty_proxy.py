@@ -55,6 +55,11 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = 2**16  # an answer is sent at once: in two pieces it would wait for an acknowledgement of the first
     server: _Server
 
+    def handle_expect_100(self) -> bool:
+        wanted = super().handle_expect_100()
+        self.wfile.flush()
+        return wanted
+
     def respond(self) -> None:
         proxy = self.server.proxy
         body = self._body()

@@ -178,6 +178,11 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = 2**16  # an answer is sent at once: in two pieces it would wait for an acknowledgement of the first
     server: _Server
 
+    def handle_expect_100(self) -> bool:
+        wanted = super().handle_expect_100()
+        self.wfile.flush()
+        return wanted
+
     def respond(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         parts = urlsplit(self.path)
