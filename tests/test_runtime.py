@@ -231,6 +231,9 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "distributed.outer: sparse_loco": {"distributed": {**NODE, "outer": "sparse_loco"}},
     "distributed.trusted_nodes": {"distributed": {**NODE, "trusted_nodes": ["ab"]}},
     "distributed.robust": {"distributed": {**NODE, "robust": "clip"}},
+    "parallel.strategy: fsdp": {"parallel": "fsdp"},
+    "parallel.shard_within_node": {"parallel": {"shard_within_node": True}},
+    "parallel.cpu_offload": {"parallel": {"cpu_offload": True}},
     "precision.mode: fp8": {"precision": {"mode": "fp8"}},
 }
 

@@ -47,6 +47,8 @@ mapping for a section replaces the keys that it names and keeps the others of th
 speedtronic train FILE optimizer.lr=3e-4 model.extra.width=2 max_steps=100
 ```
 
+A path that begins with `~` lies in the home folder.
+
 **From Python**, `load_config` takes a path, text, a mapping or a `SpeedtronicConfig`. Edit a configuration by
 attribute (`config.run.max_steps = 20`). `config.validate()` checks it again, and updates the keys that follow
 others, unless they were given.

@@ -17,8 +17,16 @@ _ONE_FOR_ALL = (
 )
 
 
-def refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
-    """Raise ConfigError, with what to do instead, unless `step()` is all that both need once per global step."""
+def refuse_unsupported(optimizer: Any, scheduler: Any, evaluator: Any = None) -> None:
+    """Raise ConfigError, with what to do instead, unless `step()` is all that both need once per global step.
+
+    Neither can an evaluator be called that does not take two arguments.
+    """
+    if evaluator is not None and not _takes(evaluator, 2):
+        raise ConfigError(
+            f"evaluator: {_named(evaluator)} cannot be called with a model and a function that says whether to stop; "
+            "let it take both, as (model, should_stop)"
+        )
     if isinstance(optimizer, list | tuple | dict | set):
         raise ConfigError(f"optimizer: a {type(optimizer).__name__} of {len(optimizer)} cannot be used; {_ONE_FOR_ALL}")
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
@@ -61,6 +69,15 @@ def _shares_groups(one: Any, other: Any) -> bool:
     return one is other or any(id(group) in groups for group in getattr(one, "param_groups", ()))
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ConfigError if the caller has switched autocast on: it keeps casts of the weights that updates replace."""
+    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+        raise ConfigError(
+            "fit() was called inside torch.autocast, which would cast the weights once and compute with those casts "
+            "after each update; call it outside, and set precision.mode: bf16 or fp16"
+        )
+
+
 def refuse_exhausted(scheduler: Any, steps: int) -> None:
     """Raise ConfigError if a scheduler that ends with an error is to advance by more steps than it has left."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
@@ -69,6 +86,18 @@ def refuse_exhausted(scheduler: Any, steps: int) -> None:
                 f"scheduler: {type(part).__name__} has {left} of its {part.total_steps} steps left, and {steps} "
                 "updates are to be trained; give it as many total_steps as the run has, or train for fewer"
             )
+
+
+def _takes(function: Any, positional: int) -> bool:
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(*range(positional))
+    except TypeError:
+        return False
+    except ValueError:  # built in C: nothing is known
+        pass
+    return True
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
