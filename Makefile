@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -n logical --dist loadfile
 # Compiled modules are kept: without them each process that a test starts would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores check lint docs bench torture diloco-torture diloco-campaign clean
+.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores check lint docs docs-site package bench torture diloco-torture diloco-campaign clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library, let it write, and draw its report
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -53,6 +53,13 @@ docs: $(READY)  ## write the generated pages anew
 	$(BIN)/speedtronic schema --format markdown > docs/configuration.md
 	$(BIN)/python docs/reference.py
 
+docs-site: $(READY)  ## build the site of the documentation, warnings as errors, and check its links
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python docs/site_links.py build/site
+
+package: $(READY)  ## make a wheel and a source distribution, and use the wheel in an empty environment
+	PYTHON=$(PYTHON) .ci/package $(BIN)
+
 bench: $(READY)  ## the benchmarks
 	$(BIN)/python benchmarks/loop_overhead.py
 	$(BIN)/python benchmarks/tune.py --rounds 3
@@ -83,7 +90,7 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $(READY)
 
 $(RANKS): | $(READY)
