@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
+import shlex
 import subprocess
 import sys
 import time
@@ -16,10 +16,13 @@ import pytest
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import SpeedtronicConfig
 from tests.support.configs import tiny
-from tests.support.launching import environment, run_ranks, start_ranks
+from tests.support.launching import ROOT, environment, run_ranks, start_ranks
 from tests.support.states import difference
 
 pytestmark = pytest.mark.slow
+
+COMMANDS = re.findall(r"^\$ (torchrun .*)$", (ROOT / "docs/devices.md").read_text(encoding="utf-8"), re.MULTILINE)
+assert len(COMMANDS) == 2, "each is run by a test below"
 
 
 def write_config(folder: Path, name: str, **sections: Any) -> Path:
@@ -170,20 +173,24 @@ def test_other_commands_run_in_one_process_or_say_why_not(command: list[str], tm
         assert results[0][0] == 0, results[0][2]
 
 
+def by_torchrun(command: str, folder: Path, act: str) -> subprocess.CompletedProcess[str]:
+    """A command line of `docs/devices.md`, on a port of its own."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    names = {**environment(), "ACT": act}
+    return subprocess.run(words, cwd=folder, env=names, capture_output=True, text=True, check=False, timeout=180)
+
+
+def test_the_first_command_of_the_page_trains(tmp_path: Path) -> None:
+    write_config(tmp_path, "run", checkpoint={"resume": False})
+    done = by_torchrun(COMMANDS[0], tmp_path, "")
+    assert done.returncode == 0, done.stderr
+    assert len(state_of(tmp_path / "run")["ranks"]) == 1
+
+
 def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path) -> None:
-    """`torchrun --max-restarts` and `checkpoint.resume: auto`; the callback kills rank 1 in the first attempt only."""
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent)) or shutil.which("torchrun")
-    command = [torchrun] if torchrun else [sys.executable, "-m", "torch.distributed.run"]
-    file = write_config(tmp_path, "run")
-    done = subprocess.run(
-        [*command, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", *train(file)[2:]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-        env={**environment(), "ACT": "SIGKILL:1:5"},
-    )
+    """`torchrun --max-restarts` and `checkpoint.resume=auto`; the callback kills rank 1 in the first attempt only."""
+    write_config(tmp_path, "run", checkpoint={"resume": False})
+    done = by_torchrun(COMMANDS[1], tmp_path, "SIGKILL:1:5")
     assert done.returncode == 0, done.stderr
     assert state_of(tmp_path / "run")["step"] == 8
     assert "resumed at step 4" in done.stdout
