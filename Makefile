@@ -8,6 +8,9 @@ WHISPER := openai_whisper-20250625
 RANKS := build/test-data/gpt2.tiktoken
 HISTORY := benchmarks/history.jsonl
 PEERS := build/peers-venv
+# Microsoft's emulator of Azure Blob Storage, from npm.
+AZURITE := build/azurite/node_modules/azurite/package.json
+AZURITE_VERSION := 3.37.0
 # One process a core; the tests of one file stay together.
 PYTEST := $(BIN)/pytest -n logical --dist loadfile
 # Compiled modules are kept: without them each process that a test starts would compile the package anew.
@@ -41,8 +44,8 @@ test-slow: $(READY) $(RANKS)  ## the slow tests: campaigns, compilers, examples,
 
 test-all: test test-slow  ## both of the above
 
-test-stores: $(READY)  ## the tests that need a server of S3: two are started on this machine
-	$(BIN)/pytest -m stores tests/distributed
+test-stores: $(READY) $(AZURITE)  ## the tests that need servers of object storage or a Hub, which they start on this machine
+	$(BIN)/pytest -m stores tests/distributed tests/cli
 
 extras: $(READY)  ## install what few people need, so that none of its tests is skipped: trackers, lm-eval
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[wandb,mlflow,trackio,lm-eval]'
@@ -93,6 +96,9 @@ $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement benchmarks/peers.txt
 	touch $@
+
+$(AZURITE):
+	npm install --silent --no-fund --no-audit --no-save --prefix build/azurite azurite@$(AZURITE_VERSION)
 
 $(RANKS): | $(READY)
 	mkdir -p $(@D)

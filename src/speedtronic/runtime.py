@@ -68,6 +68,7 @@ from speedtronic.trainer.state import load_model
 from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
+    from speedtronic.distributed.checkpoint_mirror import CheckpointMirror
     from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
     from speedtronic.tuning import Plan, Workbench
 
@@ -159,7 +160,9 @@ def _build(
     folder = run_folder(settings)
     logger = build_logger(settings) if group.rank == 0 else MetricLogger(level="ERROR")
     precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
-    manager = build_checkpoint_manager(settings, logger)
+    manager = build_checkpoint_manager(settings if group.rank == 0 else _without_mirror(settings), logger)
+    if resume and group.rank == 0 and manager.mirror is not None and not manager.entries():
+        _fetch_checkpoint(settings, manager, logger)
     logger.run_id = (manager.latest_run_id() if resume else None) or manager.run_id
     data = _build_data(settings, target_device, logger, group)
 
@@ -509,8 +512,43 @@ def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) ->
         every_minutes=section.every_minutes,
         keep_every=section.keep_every,
         keep_best=section.keep_best,
+        mirror=_build_mirror(config, logger) if section.enabled and section.mirror is not None else None,
         warn=logger.warning,
     )
+
+
+def _without_mirror(config: SpeedtronicConfig) -> SpeedtronicConfig:
+    """For the ranks that write no checkpoint."""
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"mirror": None})})
+
+
+def _build_mirror(config: SpeedtronicConfig, logger: MetricLogger) -> CheckpointMirror:
+    # Imported only by a run that has a mirror: another one starts sooner without.
+    from speedtronic.distributed.checkpoint_mirror import CheckpointMirror
+    from speedtronic.distributed.stores import RetryingStore
+    from speedtronic.distributed.stores.open import MIRROR, open_configured
+
+    section = config.checkpoint
+    store = open_configured(str(section.mirror), section.mirror_options, MIRROR)
+    return CheckpointMirror(
+        RetryingStore(store),
+        keep_last=section.keep_last,
+        keep_every=section.keep_every,
+        keep_best=section.keep_best,
+        warn=logger.warning,
+        inform=logger.info,
+    )
+
+
+def _fetch_checkpoint(config: SpeedtronicConfig, manager: CheckpointManager, logger: MetricLogger) -> None:
+    """Write the newest checkpoint of the mirror to an empty disk."""
+    mirror = _build_mirror(config, logger)
+    try:
+        path = mirror.fetch(manager)
+    finally:
+        mirror.wait()
+    if path is not None:
+        logger.info(f"fetched {path.name} from {mirror.url}")
 
 
 def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.Module:

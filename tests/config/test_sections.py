@@ -122,6 +122,8 @@ DEFAULTS = {
         "keep_best": 0,
         "background": True,
         "resume": False,
+        "mirror": None,
+        "mirror_options": {},
     },
     "logging": {
         "level": "INFO",

@@ -578,6 +578,14 @@ class CheckpointConfig(Section):
         description="Continue from the newest sound checkpoint. auto: start anew without a warning where there is none "
         "yet, for launchers that start a run again by themselves.",
     )
+    mirror: Text | None = Field(
+        default=None,
+        description="A store for copies of the checkpoints: dir:///path, s3://bucket/prefix, …, one for each run. A "
+        "resumed run that finds an empty disk continues from there.",
+    )
+    mirror_options: PlainMapping = Field(
+        default={}, description="Free keys, passed to the store of mirror: endpoint, profile, region, …"
+    )
 
 
 # The numbers of the event `train_step`; those that it has of an interval too are shown of the interval.
@@ -816,12 +824,13 @@ class DistributedConfig(Section):
     )
     repo_id: Text | None = Field(
         default=None,
-        description="The store: dir:///path, s3://bucket/prefix, …; needed when enabled.",
+        description="The store: dir:///path, s3://bucket/prefix, hf://buckets/namespace/bucket, az://container, "
+        "gs://bucket; needed when enabled.",
     )
     worker_repo_id: Text | None = Field(default=None, description="Store of this worker's own uploads. Null: repo_id.")
     token: Annotated[Token | None, BeforeValidator(_not_redacted)] = Field(
         default=None,
-        description="Access token of the store. Better set it in the environment. Never shown or saved.",
+        description="A token is refused: credentials of stores come from the environment. Never shown or saved.",
     )
     store_options: PlainMapping = Field(
         default={}, description="Free keys, passed to the store: endpoint, profile, region, …"

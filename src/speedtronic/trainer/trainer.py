@@ -179,8 +179,7 @@ class Trainer:
         too, after a checkpoint that was due.
 
         Raises:
-            ConfigError: the target is not positive or further than the scheduler reaches, or `optimizer.ema` is on and
-                the model cannot be copied.
+            ConfigError: the target is not positive or beyond the scheduler's end, or `optimizer.ema` cannot copy it.
             RunLockedError: another process is training in this folder.
             NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
@@ -311,10 +310,10 @@ class Trainer:
         """Run one global step; false when the gradient scaler skipped its update."""
         self._group.note(f"step {self.step + 1}, its data")
         batches = fit.updater.take(self._state.batches)
+        self._parts.stay_in_training()
         self._group.note(f"step {self.step + 1}")
         sizes = [self._batch_size_and_tokens(batch) for batch in batches if batch is not None]
         work = fit.exchange(self._group, self.step + 1, batches, sizes)
-        self._parts.stay_in_training()
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1, lambda: work().weight)
         fit.act_on(work())
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
