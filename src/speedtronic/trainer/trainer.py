@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,8 +109,9 @@ class Trainer:
         callbacks: Iterable[object] = (),
         merged_micro_batches: int = 1,
     ) -> None:
-        parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, loss_fn=loss_fn, evaluator=evaluator)
-        parts |= dict(logger=logger, precision=precision, checkpoint_manager=checkpoint_manager, callbacks=callbacks)
+        parts = dict[str, Any](model=model, optimizer=optimizer, scheduler=scheduler, evaluator=evaluator)
+        parts |= dict(loss_fn=loss_fn, logger=logger, precision=precision, callbacks=callbacks)
+        parts |= dict(checkpoint_manager=checkpoint_manager)
         refuse_wrong_parts(parts)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
@@ -206,7 +207,7 @@ class Trainer:
     def _begin(self, max_steps: int | None, stack: ExitStack) -> Fit:
         """Lock the folders, put the model on the device, and build what this call of `fit` needs."""
         requested = self.max_steps if max_steps is None else max_steps
-        if not isinstance(requested, Integral) or requested <= 0:
+        if not isinstance(cast(object, requested), Integral) or requested <= 0:
             raise ConfigError(f"max_steps must be positive and whole, not {requested!r}")
         refuse_exhausted(self.scheduler, requested - self.step)
         refuse_autocast(self.device)
@@ -214,9 +215,8 @@ class Trainer:
         manager = self.checkpoint_manager if leads else None
         checkpoints = manager.directory if manager is not None and manager.enabled else None
         saves = check_alike(self._group, checkpoints is not None, self._evaluator)
-        for folder in (self._lock_directory, checkpoints):
-            if folder is not None and leads:
-                stack.enter_context(RunLock(folder))
+        for folder in filter(None, (self._lock_directory if leads else None, checkpoints)):
+            stack.enter_context(RunLock(folder))
         if manager is not None and isinstance(self.logger, MetricLogger):  # a user's own may have no such attribute
             self.logger.run_id = manager.run_id
         if self._on_lock is not None and leads:
@@ -312,10 +312,10 @@ class Trainer:
         """Run one global step; false when the gradient scaler skipped its update."""
         self._group.note(f"step {self.step + 1}, its data")
         batches = fit.updater.take(self._state.batches)
-        self._parts.stay_in_training()
         self._group.note(f"step {self.step + 1}")
         sizes = [self._batch_size_and_tokens(batch) for batch in batches if batch is not None]
         work = fit.exchange(self._group, self.step + 1, batches, sizes)
+        self._parts.stay_in_training()
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1, lambda: work().weight)
         fit.act_on(work())
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
