@@ -46,7 +46,7 @@ from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
-from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_unsupported, refuse_wrong_parts
+from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_wrong_parts, weights_elsewhere
 from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
@@ -109,9 +109,10 @@ class Trainer:
         callbacks: Iterable[object] = (),
         merged_micro_batches: int = 1,
     ) -> None:
-        parts = dict[str, Any](model=model, loss_fn=loss_fn, evaluator=evaluator, logger=logger, precision=precision)
-        refuse_wrong_parts(parts | {"checkpoint_manager": checkpoint_manager, "callbacks": callbacks})
-        refuse_unsupported(optimizer, scheduler)
+        parts = dict[str, Any](model=model, optimizer=optimizer, scheduler=scheduler, evaluator=evaluator)
+        parts |= dict(loss_fn=loss_fn, logger=logger, precision=precision, callbacks=callbacks)
+        parts |= dict(checkpoint_manager=checkpoint_manager)
+        refuse_wrong_parts(parts)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         self.model = model
@@ -134,9 +135,8 @@ class Trainer:
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, self.config.eval, self._group, warn=self.logger.warning)
-        parts |= {"dataloader": dataloader, "optimizer": optimizer, "scheduler": scheduler, "coordinator": coordinator}
-        parts |= dict(checkpoint_manager=checkpoint_manager, callbacks=callbacks or None, metadata=metadata)
-        for problem in unused_keys(self.config, parts):
+        parts |= dict(dataloader=dataloader, coordinator=coordinator, callbacks=callbacks or None, metadata=metadata)
+        for problem in (*unused_keys(self.config, parts), *weights_elsewhere(model, optimizer)):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         lend_loss(evaluator, loss_fn)
