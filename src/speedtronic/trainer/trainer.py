@@ -315,6 +315,7 @@ class Trainer:
         self._group.note(f"step {self.step + 1}")
         sizes = [self._batch_size_and_tokens(batch) for batch in batches if batch is not None]
         work = fit.exchange(self._group, self.step + 1, batches, sizes)
+        self._parts.stay_in_training()
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1, lambda: work().weight)
         fit.act_on(work())
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
