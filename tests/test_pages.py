@@ -223,8 +223,16 @@ class Reader:
 
     def speedtronic(self, command: Command, words: list[str], place: str) -> None:
         if words[:2] == ["diloco", "master"] or any(word.startswith("distributed.node_id=") for word in words):
-            process = subprocess.Popen([sys.executable, "-m", "speedtronic", *words])
+            process = subprocess.Popen(
+                [sys.executable, "-m", "speedtronic", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
             self.together.append((command, process))
+            if words[0] == "diloco":  # runs as short as a test's could end before there is a version to begin from
+                assert process.stdout is not None
+                assert any("at version" in line for line in process.stdout), place
             return
         self.end_together()
         if "--tasks" in words:
@@ -241,13 +249,14 @@ class Reader:
     def end_together(self) -> None:
         """Wait for the processes that train together."""
         for command, process in self.together:
-            assert process.wait(300) == 0, f"{self.page}:{command.line}"
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, (f"{self.page}:{command.line}", output)
         self.together.clear()
 
     def kill_together(self) -> None:
         for _, process in self.together:
             process.kill()
-            process.wait()
+            process.communicate()
 
     def shortened(self, words: list[str]) -> list[str]:
         """The words of a command with a smaller text, a smaller vocabulary and fewer steps."""
