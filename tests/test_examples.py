@@ -25,7 +25,7 @@ from tests.support.pages import block_of, blocks
 from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "cluster")
 DILOCO = ROOT / "examples/diloco/diloco.yaml"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL_PAGE = "docs/your_model.md"

@@ -3,18 +3,55 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from speedtronic.errors import ConfigError
+from speedtronic.precision import PrecisionPlan
 
 _ONE_FOR_ALL = (
     "one optimizer trains all parameters: give them as groups of one optimizer, each with its own options, or combine "
     "Muon and AdamW with speedtronic.HybridOptimizer"
 )
+
+
+def refuse_wrong_parts(parts: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a part of another kind than it should be, with what is needed.
+
+    Args:
+        parts: `model`, `loss_fn`, `evaluator`, `logger`, `precision`, `checkpoint_manager` and `callbacks` of a
+            trainer; None where there is none.
+    """
+    callbacks = parts["callbacks"]
+    checks = (
+        ("model", isinstance(parts["model"], nn.Module), "a torch.nn.Module"),
+        ("loss_fn", _takes(parts["loss_fn"], 2), "a function of the model's output and the batch"),
+        (
+            "evaluator",
+            _takes(parts["evaluator"], 2),
+            "called with a model and a function that says whether to stop; speedtronic.evaluation.HeldOutLoss(lambda: "
+            "batches, …) makes one of batches",
+        ),
+        ("logger", _has(parts["logger"], "emit", "info", "warning"), "a speedtronic.MetricLogger, or act as one"),
+        ("precision", isinstance(parts["precision"], PrecisionPlan), "a plan of speedtronic.resolve_precision(…)"),
+        (
+            "checkpoint_manager",
+            _has(parts["checkpoint_manager"], "enabled", "save", "should_save"),
+            "a speedtronic.CheckpointManager(folder)",
+        ),
+        ("callbacks", isinstance(callbacks, Iterable) and not isinstance(callbacks, Mapping), "a list of callbacks"),
+    )
+    for name, fits, needed in checks:
+        if not fits and (parts[name] is not None or name == "model"):
+            raise ConfigError(f"{name}: must be {needed}, not {_named(parts[name])}")
+
+
+def _has(part: Any, *names: str) -> bool:
+    return not isinstance(part, type) and all(hasattr(part, name) for name in names)
 
 
 def refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
@@ -61,6 +98,15 @@ def _shares_groups(one: Any, other: Any) -> bool:
     return one is other or any(id(group) in groups for group in getattr(one, "param_groups", ()))
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ConfigError if the caller has switched autocast on: it keeps casts of the weights that updates replace."""
+    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+        raise ConfigError(
+            "fit() was called inside torch.autocast, which would cast the weights once and compute with those casts "
+            "after each update; call it outside, and set precision.mode: bf16 or fp16"
+        )
+
+
 def refuse_exhausted(scheduler: Any, steps: int) -> None:
     """Raise ConfigError if a scheduler that ends with an error is to advance by more steps than it has left."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
@@ -69,6 +115,18 @@ def refuse_exhausted(scheduler: Any, steps: int) -> None:
                 f"scheduler: {type(part).__name__} has {left} of its {part.total_steps} steps left, and {steps} "
                 "updates are to be trained; give it as many total_steps as the run has, or train for fewer"
             )
+
+
+def _takes(function: Any, positional: int) -> bool:
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(*range(positional))
+    except TypeError:
+        return False
+    except ValueError:  # built in C: nothing is known
+        pass
+    return True
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

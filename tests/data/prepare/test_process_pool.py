@@ -14,7 +14,7 @@ import pytest
 
 from speedtronic.data.prepare.encode import Position, Unit
 from speedtronic.data.prepare.process_pool import ProcessLostError, available_cpus, map_in_order
-from speedtronic.data.prepare.sources import RowsChunk
+from speedtronic.data.prepare.tables import RowsChunk
 from speedtronic.durable.processes import process_is_alive
 from speedtronic.errors import DataError
 from tests.support import tasks
@@ -22,7 +22,7 @@ from tests.support import tasks
 
 def units(count: int) -> Iterator[Unit]:
     for number in range(count):
-        yield Unit((RowsChunk("here", ("x" * number,), number),), Position(number))
+        yield Unit((RowsChunk("here", 0, ("x" * number,), number),), Position(number))
 
 
 def until(condition: Callable[[], bool]) -> None:
