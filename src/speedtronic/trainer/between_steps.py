@@ -11,6 +11,7 @@ from speedtronic.trainer.callbacks import Callbacks, RunView
 from speedtronic.trainer.monitor import Monitor, emit_evaluation
 from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.saving import CheckpointSaver
+from speedtronic.trainer.schedule import advance_by_evaluation
 from speedtronic.trainer.signals import SignalWatch
 from speedtronic.trainer.state import Run
 
@@ -81,8 +82,20 @@ class BetweenSteps:
         self._state_dict = state_dict
 
     def begin(self) -> None:
-        """Give the callbacks their saved states, and tell them that training starts."""
-        self._callbacks.restore(self._run.logger)
+        """Log that training starts, give the callbacks their saved states, and tell them."""
+        run = self._run
+        run.logger.emit(
+            "train_start",
+            {
+                "step": run.step,
+                "target_steps": self.view.target,
+                "device": str(run.device),
+                "precision": run.precision.mode,
+                "parameters": sum(p.numel() for p in run.model.parameters()),
+                "micro_batches": run.config.accumulation_steps,
+            },
+        )
+        self._callbacks.restore(run.logger)
         self._stop_early("before: ")
         self._callbacks.call("on_train_start", self.view)
         if self.view.saving:
@@ -153,7 +166,8 @@ class BetweenSteps:
             self.evaluated_at, self.eval_loss = self._run.step, numbers["loss"]
             emit_evaluation(self._run.logger, self._run.step, numbers)
             self.view.evaluation = numbers
-            self._monitor.note(self._run.step, numbers)
+            if self._monitor.note(self._run.step, numbers):
+                advance_by_evaluation(self._run.scheduler, self._monitor.value(numbers))
             self._stop_early("")
             self._callbacks.call("on_eval_end", self.view)
         return numbers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -183,6 +184,10 @@ class Forward:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         required = [p for p in parameters if p.kind in positional and p.default is p.empty]
         self._takes_second = loss_fn is None or len(required) >= 2
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Within it, operations compute in the dtypes of the precision plan."""
+        return autocast_context(self._plan)
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> MeanLoss:
         """Return the mean loss of `batch`, attached to the graph.

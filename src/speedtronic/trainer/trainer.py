@@ -27,6 +27,7 @@ from speedtronic.trainer.callbacks import Callbacks
 from speedtronic.trainer.compile import Compilation
 from speedtronic.trainer.fit import Fit
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
+from speedtronic.trainer.freezing import freezing_schedule
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import LossFunction, loss_by_name
@@ -37,12 +38,13 @@ from speedtronic.trainer.readback import Numbers, Readback, Update
 from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.result import TrainResult
 from speedtronic.trainer.saving import CheckpointSaver
+from speedtronic.trainer.schedule import advance, move_schedule
 from speedtronic.trainer.signals import SignalWatch
-from speedtronic.trainer.state import TrainerState, move_schedule
-from speedtronic.trainer.step import Updater
+from speedtronic.trainer.state import TrainerState
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
-from speedtronic.trainer.unsupported import refuse_exhausted, refuse_unsupported
+from speedtronic.trainer.training_step import TrainingStep, updater_for
+from speedtronic.trainer.unsupported import drivable, refuse_exhausted
 from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
@@ -53,11 +55,12 @@ class Trainer:
 
     Args:
         model: the module. `trainer.loss.resolve_loss` says what it may return.
-        optimizer: any `torch.optim.Optimizer` over its parameters.
-        dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
+        optimizer: any `torch.optim.Optimizer` over its parameters; with a `training_step` also a dict of several by
+        name. dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
         device: where to train; "auto" chooses CUDA, then MPS, then the CPU.
         config: a `SpeedtronicConfig`, or a dict of one; the defaults without it. A warning names what nothing acts on.
-        scheduler: advanced once per global step.
+        scheduler: advanced once per global step; a `ReduceLROnPlateau` by each evaluation of `eval.every_steps`, with
+            the number of `eval.monitor`. Beside a dict of optimizers, a dict with some of its names.
         precision: a resolved plan; from `config.precision` without it.
         logger: receives all events; one that prints to the terminal without it.
         checkpoint_manager: without it nothing is saved.
@@ -73,24 +76,26 @@ class Trainer:
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
         shape_report: the result of an earlier startup shape validation; without it `fit` validates.
         callbacks: objects with methods of `trainer.Callback`, called in this order; `build_runtime` builds a YAML's.
+        training_step: `training_step(model, batch, step)` gives the loss of a micro batch, or yields several for
+            several optimizers (`trainer.training_step.TrainingStep`). Then `loss_fn` is for the evaluator alone.
         merged_micro_batches: how many of an update run as one forward pass, where they fit together; with the same
             gradients to rounding. Only of a model that declares `supports_merged_microbatches`, without a `loss_fn`.
 
     Raises:
-        ConfigError: the optimizer or the scheduler needs more than `step()`, or there are several; a callback has no
-            method of one; `config.loss` names a function that cannot be imported; micro batches cannot be merged.
+        ConfigError: the loop cannot drive the optimizer or the scheduler; a callback has no method of one;
+            `config.loss` names a function that cannot be imported; micro batches cannot be merged.
         DeviceError: the device does not exist here.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
         dataloader: Any,
         *,
         device: str | torch.device,
         config: SpeedtronicConfig | dict[str, Any] | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | dict[str, torch.optim.lr_scheduler.LRScheduler] | None = None,
         precision: PrecisionPlan | None = None,
         logger: MetricLogger | None = None,
         checkpoint_manager: CheckpointManager | None = None,
@@ -104,16 +109,23 @@ class Trainer:
         metadata: Mapping[str, Any] | None = None,
         shape_report: ShapeReport | None = None,
         callbacks: Iterable[object] = (),
+        training_step: TrainingStep | None = None,
         merged_micro_batches: int = 1,
     ) -> None:
-        refuse_unsupported(optimizer, scheduler)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
+        self.optimizer, self.scheduler = drivable(
+            optimizer,
+            scheduler,
+            training_step,
+            self.config,
+            evaluates=evaluator is not None,
+            merged=merged_micro_batches,
+        )
+        self._training_step = training_step
         self.model = model
-        self.optimizer = optimizer
         self.dataloader = dataloader
         self.device = resolve_device(device)
-        self.scheduler = scheduler
         self.logger = logger or MetricLogger(
             level=self.config.logging.level, every_steps=self.config.logging.every_steps or 1
         )
@@ -127,11 +139,12 @@ class Trainer:
         self.step = start_step
         self._group: Group = SingleProcess()
         self._evaluator = evaluator
-        self._callbacks = Callbacks(callbacks, warn=self.logger.warning)
+        freezing = freezing_schedule(model, self.config.optimizer)
+        self._callbacks = Callbacks([*callbacks, *freezing], warn=self.logger.warning)
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, self.config.eval, warn=self.logger.warning)
-        parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=optimizer, scheduler=scheduler)
+        parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=self.optimizer, scheduler=scheduler)
         parts |= dict(checkpoint_manager=checkpoint_manager, coordinator=coordinator, loss_fn=loss_fn, logger=logger)
         parts |= {"evaluator": evaluator, "callbacks": callbacks or None, "metadata": metadata}
         for problem in unused_keys(self.config, parts):
@@ -191,7 +204,6 @@ class Trainer:
             self._start_coordinator(fit, stack)
             self._skip_finished_work(fit)
             self._state.start_average(self)
-            self._announce(fit)
             # The average has started by now: a callback may freeze weights again that were averaged before the save.
             fit.between.begin()
             fit.reporter.begin(compiles=self._compilation.model is not None)
@@ -238,7 +250,8 @@ class Trainer:
         self._fit = fit = Fit(
             first_step=self.step,
             target=target,
-            updater=Updater(
+            updater=updater_for(
+                self._training_step,
                 self.model,
                 compilation=self._compilation,
                 forward=self._forward,
@@ -296,19 +309,6 @@ class Trainer:
             start_with_state(fit.coordinator, self._state.coordinator)
             self._state.coordinator = None
 
-    def _announce(self, fit: Fit) -> None:
-        self.logger.emit(
-            "train_start",
-            {
-                "step": self.step,
-                "target_steps": fit.target,
-                "device": str(self.device),
-                "precision": self.precision.mode,
-                "parameters": sum(p.numel() for p in self.model.parameters()),
-                "micro_batches": self.config.accumulation_steps,
-            },
-        )
-
     # ------------------------------------------------------------------ one global step
 
     def _train_step(self, fit: Fit) -> bool:
@@ -325,8 +325,7 @@ class Trainer:
         # The update is done. Advance the schedule, the step, the coordinator and the average of the weights.
         group = self.optimizer.param_groups[0]
         lr_applied = float(group["lr"])
-        if self.scheduler is not None:
-            self.scheduler.step()
+        advance(self.scheduler)
         self.step += 1
         sizes = [self._batch_size_and_tokens(batch) for batch in batches]
         samples, tokens = sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)

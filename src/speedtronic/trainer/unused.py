@@ -44,7 +44,7 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
         # The trainer itself clips and averages. All else was decided when the optimizer was made.
         (
             "optimizer",
-            _given(config.optimizer, but=("grad_clip", "ema")),
+            _given(config.optimizer, but=("grad_clip", "grad_clip_value", "ema")),
             "speedtronic.runtime.build_optimizer(model, config, device)",
         ),
         ("scheduler", _given(config.scheduler), "speedtronic.runtime.build_scheduler(optimizer, config)"),
