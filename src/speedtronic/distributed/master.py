@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from speedtronic.distributed.averaging import Round, per_step
 from speedtronic.distributed.codec import make_codec
 from speedtronic.distributed.delta import (
     Delta,
@@ -68,7 +69,6 @@ from speedtronic.distributed.protocol import (
 )
 from speedtronic.distributed.records import Blob, Outer, seconds_of
 from speedtronic.distributed.requests import Delete, EventSink, Get, Procedure
-from speedtronic.distributed.rounds import Round, per_step
 from speedtronic.distributed.schema import Schema, Tensors, TensorType
 from speedtronic.distributed.stores.base import Entry
 from speedtronic.errors import StoreContentError, StoreError
