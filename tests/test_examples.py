@@ -17,6 +17,7 @@ import torch
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.cli import main
 from speedtronic.config import load_config
+from speedtronic.config.checks import refuse_what_cannot_be_trained
 from speedtronic.data.prepare.prepare import prepare
 from speedtronic.precision import PrecisionPlan
 from speedtronic.registry import build_model
@@ -365,6 +366,16 @@ def test_the_tests_that_the_contributing_page_picks_are_there() -> None:
     assert picks
     for file, word in picks:
         assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, word)
+
+
+def test_the_configurations_of_the_fine_tuning_page_are_sound() -> None:
+    page = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8")
+    whole, adapters, groups = (load_config(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    assert whole.model.hf_folder == adapters.model.hf_folder == "models/base"
+    assert adapters.model.lora is not None
+    for config in (whole, adapters):
+        refuse_what_cannot_be_trained(config)
+    assert [group.match for group in groups.optimizer.groups][0] == "*embed_tokens*"
 
 
 def test_the_readmes_configuration_is_sound() -> None:

@@ -51,7 +51,7 @@ from speedtronic.model.hugging_face import base_of, check_base, folder_of, load_
 from speedtronic.model.transformer import NORM_EPS
 from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
-from speedtronic.optimizers.factory import build_adamw, build_hybrid, build_named
+from speedtronic.optimizers.factory import build_adamw, build_adamw8bit, build_hybrid, build_named
 from speedtronic.optimizers.schedules import wsd_decay_steps
 from speedtronic.precision import PrecisionPlan, processor_name, resolve_device, resolve_precision, use_device
 from speedtronic.registry import build_model, import_factory, registry
@@ -451,6 +451,8 @@ def build_optimizer(
         optimizer = build_hybrid(model, section, kind, blocks=blocks, warn=warn)
     elif section.name == "adamw":
         optimizer = build_adamw(model, section, kind, compiled=config.compile, blocks=blocks, warn=warn)
+    elif section.name == "adamw8bit":
+        optimizer = build_adamw8bit(model, section, blocks=blocks)
     else:
         optimizer = build_named(model, section, blocks=blocks)
     BUILT_FROM_CONFIG.add(optimizer)

@@ -347,3 +347,37 @@ def test_gradient_checkpointing_changes_no_number_of_adapters(
     saving = train_from_config(config_of(tmp_path / "saving", folder, LORA, gradient_checkpointing=True))
     assert "gradient checkpointing is not available" not in capsys.readouterr().out
     assert [r["loss"] for r in plain.metrics] == pytest.approx([r["loss"] for r in saving.metrics], abs=1e-6)
+
+
+def test_a_base_in_four_bits_trains_resumes_and_is_merged_in_full(
+    peft: ModuleType,
+    transformers: ModuleType,
+    pretrained: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, max_position_embeddings=LENGTH)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    options: Any = {"lora": {**LORA, "base": "4bit"}, "optimizer": {"lr": 0.02}}
+    straight = train_from_config(config_of(tmp_path / "straight", tmp_path / "base", **options))
+    first = train_from_config(config_of(tmp_path / "parts", tmp_path / "base", **options), max_steps=3)
+    trainer, _ = build_runtime(config_of(tmp_path / "parts", tmp_path / "base", **options), resume=True)
+    frozen = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    assert {p.dtype for name, p in frozen.items() if "q_proj" in name} == {torch.uint8}
+    second = trainer.fit()
+    assert [r["loss"] for r in straight.metrics] == [r["loss"] for r in (*first.metrics, *second.metrics)]
+    assert all(torch.equal(trainer.model.get_parameter(name), p) for name, p in frozen.items())
+    state = newest(tmp_path / "parts")
+    assert all("lora_" in name for name in state["model"])
+
+    export = ["checkpoints", "export", str(tmp_path / "parts"), "--out"]
+    assert main([*export, str(tmp_path / "merged"), "--format", "huggingface"]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert {p.dtype for p in merged.parameters()} == {torch.float32}
+    torch.testing.assert_close(logits(merged), logits(trainer.model), rtol=0.1, atol=0.05)
+    assert main([*export, str(tmp_path / "adapter"), "--format", "peft"]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(theirs), logits(merged), rtol=1e-4, atol=1e-5)

@@ -49,7 +49,7 @@ def test_a_parameter_moves_only_between_its_first_and_its_last_update(name: str,
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_a_run_that_stops_between_resumes_bit_for_bit(ema: float | None, tmp_path: Path) -> None:
     train_from_config(frozen_config(tmp_path / "straight", ema=ema))
-    for steps in (1, 2, 3, 4):
+    for steps in (1, 3):
         train_from_config(frozen_config(tmp_path / "parts", ema=ema), max_steps=steps, resume=steps > 1)
     trainer, _ = build_runtime(frozen_config(tmp_path / "parts", ema=ema), resume=True)
     trainer.fit(5)

@@ -381,7 +381,11 @@ def _custom_model(args: argparse.Namespace) -> nn.Module | None:
     if found.config.model.name in BUILT_IN_MODELS:
         return None
     import_plugins(found.config.plugins, found.folder)
-    return build_model(found.config)
+    model = found.config.model
+    if model.lora is not None and args.format == "huggingface":
+        # Adapters are merged into the weights as the folder has them, not as training kept them in less memory.
+        model.lora = model.lora.model_copy(update={"base": "float32"})
+    return build_model(model)
 
 
 def _open(args: argparse.Namespace) -> SavedModel:

@@ -151,9 +151,10 @@ Betas = Annotated[list[Fraction], BeforeValidator(_as_list), Field(min_length=2,
 OptimizerName = Annotated[
     str,
     _check_match(
-        rf"adamw|muon|{_FACTORIES}", "adamw, muon, or an importable class or function, written package.module:class"
+        rf"adamw|adamw8bit|muon|{_FACTORIES}",
+        "adamw, adamw8bit, muon, or an importable class or function, written package.module:class",
     ),
-    _schema_choices("adamw", "muon"),
+    _schema_choices("adamw", "adamw8bit", "muon"),
 ]
 ScheduleName = Annotated[
     str,
@@ -475,7 +476,8 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = Field(
         default="adamw",
-        description="adamw for all parameters, or muon for hidden matrices and AdamW for the rest. Or an importable "
+        description="adamw for all parameters; adamw8bit, whose state takes a quarter of the memory and which needs "
+        "speedtronic[bitsandbytes]; or muon for hidden matrices and AdamW for the rest. Or an importable "
         "class package.module:class, such as torch.optim:SGD, or a function; called with the parameter groups, lr and "
         "args.",
     )
@@ -539,7 +541,7 @@ class OptimizerConfig(Section):
         name = values.get("name", "muon")
         if values.get("muon_plus") and name != "muon":
             yield "muon_plus", f"needs optimizer.name: muon, not {name}"
-        if values.get("args") and name in ("adamw", "muon"):
+        if values.get("args") and name in ("adamw", "adamw8bit", "muon"):
             yield "args", f"is for an optimizer that is named as package.module:class; {name} has keys of its own"
         if values.get("grad_clip") and values.get("grad_clip_value"):
             yield "grad_clip_value", "is instead of optimizer.grad_clip; leave one of the two out"

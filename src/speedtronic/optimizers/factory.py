@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from speedtronic.config import OptimizerConfig
-from speedtronic.errors import ConfigError, warn
+from speedtronic.errors import ConfigError, MissingExtraError, warn
 from speedtronic.optimizers.adamw import COMPILED_FROM, CautiousAdamW
 from speedtronic.optimizers.cautious import CautiousOptimizer
 from speedtronic.optimizers.hybrid import HybridOptimizer
@@ -49,15 +49,7 @@ def build_adamw(
     Raises:
         ConfigError: nothing in the model is trainable, or one of `config.groups` gets no parameter.
     """
-    freeze(model, config)
-    groups = parameter_groups(
-        model,
-        weight_decay=config.weight_decay,
-        decay_1d=config.decay_1d,
-        lr=config.lr,
-        options=options_of(model, config, blocks),
-    )
-    check_ownership(model, groups)
+    groups = _groups(model, config, blocks)
     compiled = compiled and config.cautious and _cautious_step_compiles(device, warn)
 
     def construct(**fused: bool) -> torch.optim.AdamW:
@@ -130,11 +122,30 @@ def build_hybrid(
     return _fused_where_possible(construct, config, device, groups, warn)
 
 
+def build_adamw8bit(
+    model: nn.Module, config: OptimizerConfig, *, blocks: Sequence[nn.Module] = ()
+) -> torch.optim.Optimizer:
+    """Build AdamW whose two moments have 8 bits (Dettmers et al., arXiv 2110.02861) over all that `model` trains.
+
+    Each block of 256 entries has a scale of its own. Weights of less than 4,096 entries keep moments of 32 bits. With
+    `config.cautious` it steps within `CautiousOptimizer`.
+
+    Raises:
+        ConfigError: nothing in the model is trainable, or one of `config.groups` gets no parameter.
+        MissingExtraError: `bitsandbytes` is not installed.
+    """
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise MissingExtraError(
+            "optimizer.name: adamw8bit needs bitsandbytes; install speedtronic[bitsandbytes]"
+        ) from error
+    options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "weight_decay": config.weight_decay}
+    return _cautious_if_asked(AdamW8bit(_groups(model, config, blocks), **options), config)
+
+
 def build_named(
-    model: nn.Module,
-    config: OptimizerConfig,
-    *,
-    blocks: Sequence[nn.Module] = (),
+    model: nn.Module, config: OptimizerConfig, *, blocks: Sequence[nn.Module] = ()
 ) -> torch.optim.Optimizer:
     """Build the optimizer that `config.name` names as `package.module:class`, over all trainable parameters of `model`.
 
@@ -145,14 +156,7 @@ def build_named(
         ConfigError: nothing in the model is trainable, one of `config.groups` gets no parameter, there is no such
             class, it does not take these arguments, or it is no optimizer.
     """
-    freeze(model, config)
-    groups = parameter_groups(
-        model,
-        weight_decay=config.weight_decay,
-        decay_1d=config.decay_1d,
-        lr=config.lr,
-        options=options_of(model, config, blocks),
-    )
+    groups = _groups(model, config, blocks)
     if repeated := config.args.keys() & {"lr"}:
         raise ConfigError(f"optimizer.args: {', '.join(repeated)} is a key of the section itself; set optimizer.lr")
     try:
@@ -166,7 +170,25 @@ def build_named(
             f"optimizer.name: {config.name} returned {type(optimizer).__name__}, which is no torch.optim.Optimizer"
         )
     check_ownership(model, optimizer.param_groups)
+    return _cautious_if_asked(optimizer, config)
+
+
+def _cautious_if_asked(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> torch.optim.Optimizer:
     return CautiousOptimizer(optimizer, rescale=config.cautious_rescale) if config.cautious else optimizer
+
+
+def _groups(model: nn.Module, config: OptimizerConfig, blocks: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """The groups of an optimizer that trains everything in one way; what `config.groups` never trains is frozen."""
+    freeze(model, config)
+    groups = parameter_groups(
+        model,
+        weight_decay=config.weight_decay,
+        decay_1d=config.decay_1d,
+        lr=config.lr,
+        options=options_of(model, config, blocks),
+    )
+    check_ownership(model, groups)
+    return groups
 
 
 def parameter_groups(
