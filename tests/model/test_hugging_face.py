@@ -199,7 +199,20 @@ def test_no_code_of_a_folder_is_run_and_no_pickle_is_read(pretrained: Callable[.
     )
     with pytest.raises(ConfigError, match="cannot be used"):
         build_runtime(config_of(tmp_path / "run", folder))
+    for key in ("attn_implementation", "_attn_implementation"):
+        kernel = {**config, key: "kernels-community/flash-attn"}
+        (folder / "config.json").write_text(json.dumps(kernel), encoding="utf-8")
+        with pytest.raises(
+            ConfigError, match="asks for an attention kernel that would be fetched, kernels-community/fl"
+        ):
+            build_runtime(config_of(tmp_path / "run", folder))
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}', encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"has adapters in it \(adapter_config\.json\); name the folder of their base"
+    ):
+        build_runtime(config_of(tmp_path / "run", folder))
+    (folder / "adapter_config.json").unlink()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="a pickle, which could run code"):
         build_runtime(config_of(tmp_path / "run", folder))

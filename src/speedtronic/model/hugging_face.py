@@ -24,7 +24,7 @@ from speedtronic.config.checks import NO_HF_FOLDER
 from speedtronic.config.sections import LoraConfig
 from speedtronic.errors import CheckpointError, ConfigError, MissingExtraError
 
-CONFIG = "config.json"
+CONFIG, ADAPTERS = "config.json", "adapter_config.json"
 _BASE = "_speedtronic_base"  # an attribute of a model with adapters: what `base_of` returns
 
 
@@ -53,7 +53,7 @@ def folder_of(section: ModelConfig) -> Path:
     """The folder of `model.hf_folder`.
 
     Raises:
-        ConfigError: none is named, or it has no `config.json`.
+        ConfigError: none is named, or it has no `config.json`, or has adapters in it.
     """
     if section.hf_folder is None:
         raise ConfigError(NO_HF_FOLDER)
@@ -61,6 +61,12 @@ def folder_of(section: ModelConfig) -> Path:
     # Without this, transformers would take a path that is not there for the name of something to fetch.
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"model.hf_folder: {folder} has no {CONFIG}; name a folder that save_pretrained has written")
+    # With these, transformers would read the weights of another place, which they name.
+    if (folder / ADAPTERS).exists():
+        raise ConfigError(
+            f"model.hf_folder: {folder} has adapters in it ({ADAPTERS}); name the folder of their base, or merge them "
+            "first: merge_and_unload of peft, then save_pretrained"
+        )
     return folder
 
 
@@ -79,6 +85,13 @@ def configuration(section: ModelConfig) -> Any:
     if unknown:
         listed = ", ".join(f"model.extra.{key}" for key in unknown)
         raise ConfigError(f"{listed}: the {config.model_type} of {folder / CONFIG} has no such value")
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        # The name of a kernel on a hub, which transformers would fetch and run.
+        if "/" in str(getattr(part, "_attn_implementation", None)):
+            raise ConfigError(
+                f"model.hf_folder: {folder / CONFIG} asks for an attention kernel that would be fetched, "
+                f"{part._attn_implementation}; remove its attn_implementation"
+            )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"model.hf_folder: the weights in {folder} are quantised, and cannot be trained; name the folder of the "
@@ -274,7 +287,7 @@ def _building(folder: Path) -> Iterator[None]:
     """Turn what `transformers` says of a folder that it cannot use into a ConfigError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.hf_folder: {folder} cannot be used: {error}") from error
 
 

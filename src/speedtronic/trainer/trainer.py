@@ -45,7 +45,7 @@ from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_def
 from speedtronic.trainer.throughput import flop_utilisation
 from speedtronic.trainer.training_step import TrainingStep, updater_for
 from speedtronic.trainer.unsupported import drivable, refuse_exhausted
-from speedtronic.trainer.unused import unused_keys, with_known_sizes
+from speedtronic.trainer.unused import follows_config, unused_keys, with_known_sizes
 
 
 class Trainer:
@@ -139,7 +139,7 @@ class Trainer:
         self.step = start_step
         self._group: Group = SingleProcess()
         self._evaluator = evaluator
-        freezing = freezing_schedule(model, self.config.optimizer)
+        freezing = freezing_schedule(model, self.config.optimizer) if follows_config(self.optimizer) else []
         self._callbacks = Callbacks([*callbacks, *freezing], warn=self.logger.warning)
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
