@@ -879,6 +879,18 @@ def _refuse_late_decay(config: SpeedtronicConfig, saved: Mapping[str, Any]) -> N
         )
 
 
+def _refuse_state_of_another_class(before: str, now: str) -> None:
+    """Raise CheckpointError for the state of another class of optimizers, which torch would load all the same.
+
+    That of `adamw` and `muon` is told apart by the state itself.
+    """
+    if before != now and not {before, now} <= {"adamw", "muon"}:
+        raise CheckpointError(
+            f"the checkpoint was written by optimizer.name: {before}, whose state means nothing to {now}: continue "
+            f"with {before}, or start over from its weights with run.init_from"
+        )
+
+
 def _resume(trainer: Trainer, state: dict[str, Any], config: SpeedtronicConfig) -> None:
     """Continue from a saved state. Where the configuration has changed since, the configuration wins."""
     if "config" in state:
@@ -889,7 +901,9 @@ def _resume(trainer: Trainer, state: dict[str, Any], config: SpeedtronicConfig) 
                 f"the configuration has changed since the checkpoint; the run uses the new values:\n{lines}"
             )
 
+        _refuse_state_of_another_class(state["config"]["optimizer"]["name"], config.optimizer.name)
     check_base(trainer.model, state.get("base"))
+
     # An optimizer's state carries its options (LR, weight decay, betas, …): put those of the new optimizer in their
     # place. `algorithm` and `param_names` say whose state it is, so they stay.
     of_the_state = ("params", "algorithm", "param_names")
