@@ -357,8 +357,15 @@ def test_gradient_checkpointing_changes_no_number_of_adapters(
 ) -> None:
     folder = pretrained(kind)
     plain = train_from_config(config_of(tmp_path / "plain", folder, LORA))
-    saving = train_from_config(config_of(tmp_path / "saving", folder, LORA, gradient_checkpointing=True))
-    assert "gradient checkpointing is not available" not in capsys.readouterr().out
+    trainer, _ = build_runtime(config_of(tmp_path / "saving", folder, LORA, gradient_checkpointing=True))
+    shown = capsys.readouterr().out
+    assert "gradient checkpointing is not available" not in shown
+    assert "in evaluation mode" not in shown
+    layer = next(module for name, module in trainer.model.named_modules() if name.endswith(("layers.0.mlp", "h.0.mlp")))
+    calls: list[int] = []
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    saving = trainer.fit()
+    assert len(calls) == 2 * 2 * 6  # two micro batches, forward and again in the backward pass
     assert [r["loss"] for r in plain.metrics] == pytest.approx([r["loss"] for r in saving.metrics], abs=1e-6)
 
 

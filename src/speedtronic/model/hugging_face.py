@@ -10,6 +10,7 @@ weights by the sums of their files.
 from __future__ import annotations
 
 import hashlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -191,6 +192,7 @@ def _with_adapters(section: ModelConfig, lora: LoraConfig) -> nn.Module:
         raise ConfigError(
             f"model.lora.targets: {error}; the model's layers of this kind are {', '.join(sorted(layers))}"
         ) from error
+    model.train()  # `from_pretrained` leaves the base in evaluation mode, without dropout and checkpointing
     setattr(model, _BASE, {file.name: _sum_of(file) for file in sorted(folder.glob("*.safetensors"))})
     model.register_state_dict_post_hook(_leave_out_the_base)  # type: ignore[no-untyped-call]
     model.register_load_state_dict_post_hook(_miss_no_base)  # type: ignore[no-untyped-call]
@@ -328,6 +330,8 @@ def _four_bits() -> Any:
 
 def _peft() -> Any:
     try:
+        # It imports bitsandbytes where that is installed, which on some CPUs says that it has not fetched a kernel.
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         import peft
     except ImportError as error:
         raise MissingExtraError("model.lora needs peft; install speedtronic[peft]") from error
