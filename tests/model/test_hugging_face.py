@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -243,7 +244,9 @@ def test_only_adapters_move_and_a_checkpoint_has_nothing_else(
         assert torch.equal(parameter, before[name]) is ("lora_" not in name), name
     state = newest(tmp_path / "run")
     assert state["model"].keys() == {name for name in before if "lora_" in name}
-    assert state["base"].keys() == {"model.safetensors"}
+    assert state["base"] == {
+        "model.safetensors": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    }
     file = next((tmp_path / "run/checkpoints").glob("step_*/model.safetensors"))
     assert file.stat().st_size < 4 * sum(before[name].numel() for name in state["model"]) + 8192
 
@@ -326,6 +329,19 @@ def test_adapters_beside_other_weights_are_refused(
     assert "trained beside other weights" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"^run\.init_from: with model\.lora the weights of .* stay as they are"):
         build_runtime(config_of(tmp_path / "two", other, LORA, model={"hf_folder": str(folder)}))
+
+
+def test_a_base_in_several_files_is_told_by_each_of_them_and_by_no_other(
+    peft: ModuleType, pretrained: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = pretrained(max_shard_size="4KB")
+    files = {file.name for file in folder.glob("*.safetensors")}
+    (folder / "consolidated.safetensors").write_bytes(b"the same in another form")
+    trainer, _ = build_runtime(config_of(tmp_path / "run", folder, LORA))
+    base = hugging_face.base_of(trainer.model)
+    assert base is not None
+    assert base.keys() == files
+    assert len(files) > 1
 
 
 def test_layers_to_adapt_are_named_and_a_wrong_name_is_refused(

@@ -10,6 +10,7 @@ weights by the sums of their files.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from speedtronic.config.sections import LoraConfig
 from speedtronic.errors import CheckpointError, ConfigError, MissingExtraError
 
 CONFIG, ADAPTERS = "config.json", "adapter_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BASE = "_speedtronic_base"  # an attribute of a model with adapters: what `base_of` returns
 
 
@@ -193,7 +195,7 @@ def _with_adapters(section: ModelConfig, lora: LoraConfig) -> nn.Module:
             f"model.lora.targets: {error}; the model's layers of this kind are {', '.join(sorted(layers))}"
         ) from error
     model.train()  # `from_pretrained` leaves the base in evaluation mode, without dropout and checkpointing
-    setattr(model, _BASE, {file.name: _sum_of(file) for file in sorted(folder.glob("*.safetensors"))})
+    setattr(model, _BASE, {name: _sum_of(folder / name) for name in _files_of_weights(folder)})
     model.register_state_dict_post_hook(_leave_out_the_base)  # type: ignore[no-untyped-call]
     model.register_load_state_dict_post_hook(_miss_no_base)  # type: ignore[no-untyped-call]
     return model
@@ -201,6 +203,14 @@ def _with_adapters(section: ModelConfig, lora: LoraConfig) -> nn.Module:
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _files_of_weights(folder: Path) -> list[str]:
+    """The files that `transformers` reads weights from; a folder may hold them in another form too."""
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    return sorted(set(index["weight_map"].values()))
 
 
 def _sum_of(file: Path) -> str:
