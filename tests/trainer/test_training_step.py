@@ -74,10 +74,10 @@ def test_a_gan_trains_as_the_loop_by_hand_does() -> None:
     optimizers = optimizers_of(model)
     schedule = ExponentialLR(optimizers["generator"], 0.9)
     batches = regression_batches() * 2
-    totals = []
+    totals, each = [], []
     for step in range(1, 7):
         parts = [gan_step(model, batches[2 * step - 2 + number], step) for number in range(2)]
-        total = 0.0
+        total, losses = 0.0, {}
         for name in ("discriminator", "generator") if step % 2 == 0 else ("discriminator",):
             parameters = list(optimizers[name].param_groups[0]["params"])
             gradients = [torch.zeros_like(p) for p in parameters]
@@ -85,6 +85,7 @@ def test_a_gan_trains_as_the_loop_by_hand_does() -> None:
                 named, loss = next(part)
                 assert named == name
                 total += loss.item() / 2
+                losses[name] = losses.get(name, 0.0) + loss.item() / 2
                 for gradient, more in zip(gradients, torch.autograd.grad(loss / 2, parameters), strict=True):
                     gradient += more
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -93,9 +94,12 @@ def test_a_gan_trains_as_the_loop_by_hand_does() -> None:
             optimizers[name].step()
         schedule.step()
         totals.append(total)
+        each.append(losses)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(trainer.model.state_dict()[name], tensor, rtol=1e-5, atol=1e-7)
     assert [record["loss"] for record in result.metrics] == pytest.approx(totals, rel=1e-5)
+    for record, losses in zip(result.metrics, each, strict=True):
+        assert record["losses"] == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_gan_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -132,6 +136,7 @@ def test_one_loss_that_is_returned_trains_as_a_loss_fn_does() -> None:
     config = {"run": {"max_steps": 4}, "data": ACCUMULATE_TWO}
     ours, theirs = make_trainer(config=config, training_step=step), make_trainer(config=config)
     losses = [[record["loss"] for record in trainer.fit().metrics] for trainer in (ours, theirs)]
+    assert ours.fit(5).metrics[0].keys() == theirs.fit(5).metrics[0].keys()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(mine, other)

@@ -94,6 +94,11 @@ class RunView:
         return None if self._update is None else float(self._update.loss)
 
     @property
+    def losses(self) -> Mapping[str, float]:
+        """The losses of the last step by the names of several optimizers; empty with one, and before the first step."""
+        return {} if self._update is None else self._update.losses
+
+    @property
     def grad_norm(self) -> float | None:
         """The 2-norm of the last step's gradients before clipping, or None before the first. Reading it waits too."""
         return None if self._update is None else float(self._update.grad_norm)

@@ -59,6 +59,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 class Updater:
     """Runs the updates of one `fit`.
 
+    Attributes:
+        losses: those of the last update by the names of several optimizers; empty where there is one.
+
     Args:
         model: the module that is not compiled; `compilation` has the compiled one, if any.
         forward: gives the scalar mean loss of a batch on the device.
@@ -90,6 +93,7 @@ class Updater:
                 f"precision: {type(optimizer).__name__} calls the model several times in one step, and the gradient "
                 "scaler of fp16 does not know which of them counts; use bf16 or fp32"
             )
+        self.losses: dict[str, float] = {}
         self.scaler = scaler
         self.guard = NonFiniteGuard(config.run.on_nonfinite, optimizer, unwrapped(model))
         self._model = model

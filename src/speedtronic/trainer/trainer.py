@@ -114,14 +114,8 @@ class Trainer:
     ) -> None:
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
-        self.optimizer, self.scheduler = drivable(
-            optimizer,
-            scheduler,
-            training_step,
-            self.config,
-            evaluates=evaluator is not None,
-            merged=merged_micro_batches,
-        )
+        given = optimizer, scheduler, training_step, evaluator, merged_micro_batches
+        self.optimizer, self.scheduler = drivable(self.config, *given)
         self._training_step = training_step
         self.model = model
         self.dataloader = dataloader
@@ -347,6 +341,7 @@ class Trainer:
             grad_norm=norm,
             bad=bad,
             at=time.perf_counter(),
+            losses=fit.updater.losses,
         )
         fit.between.view.note_update(update)
         self._report(fit, fit.readback.add(update))

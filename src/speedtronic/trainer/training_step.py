@@ -63,9 +63,10 @@ class StepwiseUpdater(Updater):
         """
         self.guard.keep_buffers()
         self.guard.refused = False
-        losses = [self._losses(batch, step) for batch in batches]
+        given = [self._given(batch, step) for batch in batches]
         done: list[Outcome] = []
-        while (named := self._accumulate_next(losses)) is not None:
+        self.losses = {}
+        while (named := self._accumulate_next(given)) is not None:
             name, loss = named
             optimizer, guard = self._optimizers[name], self._guards[name]
             with phase("update"):
@@ -74,6 +75,8 @@ class StepwiseUpdater(Updater):
             if not outcome.applied and not done:
                 return outcome  # nothing was changed, so the step is made again with the next batches
             done.append(outcome)
+            if name:
+                self.losses[name] = self.losses.get(name, 0.0) + loss.item()
             if guard.refused:
                 self.guard.put_buffers_back()
                 self.guard.refused = True
@@ -98,7 +101,7 @@ class StepwiseUpdater(Updater):
             step=step,
         )
 
-    def _losses(self, batch: Any, step: int) -> Iterator[Any]:
+    def _given(self, batch: Any, step: int) -> Iterator[Any]:
         """What the function gives for one micro batch, one after the other."""
         given = self._training_step(self._model, self._move_batch(batch), step)
         if isinstance(given, Iterator):
@@ -106,14 +109,14 @@ class StepwiseUpdater(Updater):
         else:
             yield given
 
-    def _accumulate_next(self, losses: Sequence[Iterator[Any]]) -> tuple[str, Tensor] | None:
+    def _accumulate_next(self, given: Sequence[Iterator[Any]]) -> tuple[str, Tensor] | None:
         """Take the next loss of each micro batch backward: whose it is, and their mean. None where there is no more."""
         whose: str | None = None
         total: Tensor | None = None
-        for number, of_batch in enumerate(losses):
+        for number, of_batch in enumerate(given):
             with phase("forward"), self._forward.autocast():
-                given = next(of_batch, None)
-            name, loss = (None, None) if given is None else self._checked(given)
+                one = next(of_batch, None)
+            name, loss = (None, None) if one is None else self._checked(one)
             if number and name != whose:
                 raise ModelError(
                     f"training_step: the first micro batch of this update gave {_loss_of(whose)}, and another one "
@@ -123,7 +126,7 @@ class StepwiseUpdater(Updater):
             if loss is None:
                 continue
             assert name is not None, "they come together"
-            loss = loss / len(losses)
+            loss = loss / len(given)
             trained = [p for p in parameters_of(self._optimizers[name]) if p.requires_grad]
             with phase("backward"):
                 self.scaler.scale(loss).backward(inputs=trained)  # type: ignore[no-untyped-call]

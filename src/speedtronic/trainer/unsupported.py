@@ -22,19 +22,12 @@ _ONE_FOR_ALL = (
 
 
 def drivable(
-    optimizer: Any,
-    scheduler: Any,
-    training_step: Any,
-    config: SpeedtronicConfig,
-    *,
-    evaluates: bool,
-    merged: int,
+    config: SpeedtronicConfig, optimizer: Any, scheduler: Any, training_step: Any, evaluator: Any, merged: int
 ) -> tuple[Any, Any]:
     """The optimizer and the scheduler of a trainer as the loop drives them: several as one.
 
     Args:
-        optimizer, scheduler, training_step: those that the trainer was given.
-        evaluates: whether it has an evaluator.
+        optimizer, scheduler, training_step, evaluator: those that the trainer was given.
         merged: how many micro batches are to run as one.
 
     Raises:
@@ -43,7 +36,7 @@ def drivable(
     if training_step is not None:
         optimizer, scheduler = _as_one(optimizer, scheduler)
     _refuse_unsupported(optimizer, scheduler)
-    _refuse_plateau_without_evaluations(scheduler, config, evaluates=evaluates)
+    _refuse_plateau_without_evaluations(scheduler, config, evaluates=evaluator is not None)
     if training_step is not None:
         _refuse_beside_training_step(config, optimizer, merged)
     return optimizer, scheduler
