@@ -6,12 +6,17 @@ READY := $(VENV)/.ready
 # GPT-2's published BPE ranks, against which the tokenizers are tested, lie in this source distribution.
 WHISPER := openai_whisper-20250625
 RANKS := build/test-data/gpt2.tiktoken
+HISTORY := benchmarks/history.jsonl
+PEERS := build/peers-venv
+# Microsoft's emulator of Azure Blob Storage, from npm.
+AZURITE := build/azurite/node_modules/azurite/package.json
+AZURITE_VERSION := 3.37.0
 # One process a core; the tests of one file stay together.
 PYTEST := $(BIN)/pytest -n logical --dist loadfile
 # Compiled modules are kept: without them each process that a test starts would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores check lint docs bench torture diloco-torture diloco-campaign clean
+.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores extras check lint docs bench bench-peers torture diloco-torture diloco-campaign clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library, let it write, and draw its report
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -39,8 +44,11 @@ test-slow: $(READY) $(RANKS)  ## the slow tests: campaigns, compilers, examples,
 
 test-all: test test-slow  ## both of the above
 
-test-stores: $(READY)  ## the tests that need a server of S3: two are started on this machine
-	$(BIN)/pytest -m stores tests/distributed
+test-stores: $(READY) $(AZURITE)  ## the tests that need servers of object storage or a Hub, which they start on this machine
+	$(BIN)/pytest -m stores tests/distributed tests/cli
+
+extras: $(READY)  ## install what few people need, so that none of its tests is skipped: trackers, lm-eval
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[wandb,mlflow,trackio,lm-eval]'
 
 check: test  ## what must be green before each commit
 
@@ -53,23 +61,21 @@ docs: $(READY)  ## write the generated pages anew
 	$(BIN)/speedtronic schema --format markdown > docs/configuration.md
 	$(BIN)/python docs/reference.py
 
-bench: $(READY)  ## the benchmarks
-	$(BIN)/python benchmarks/loop_overhead.py
-	$(BIN)/python benchmarks/tune.py --rounds 3
-	$(BIN)/python benchmarks/loop_overhead.py --compile
-	$(BIN)/python benchmarks/loop_overhead.py --compile --size small --rounds 5 --steps 20
+# The time to a loss needs a text: `make bench TEXT=tinyshakespeare.txt`.
+bench: $(READY)  ## the benchmarks, half an hour: beside loops by hand, into a history, and that as a drawing
+	$(BIN)/speedtronic bench --history $(HISTORY) $(if $(TEXT),--text $(TEXT))
+	$(BIN)/speedtronic bench --history $(HISTORY) --plot docs/images/benchmarks.svg
 	$(BIN)/python benchmarks/cross_entropy.py --chunk 256 --rounds 1
-	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/prepare.py --rounds 3
-	$(BIN)/python benchmarks/checkpoint.py --rounds 3
-	$(BIN)/python benchmarks/optimizer_step.py --rounds 5 --bf16-rounds 0
-	$(BIN)/python benchmarks/generation.py
-	$(BIN)/python benchmarks/diloco.py --history 10 200 --nodes 2 16 --rounds 1
 	$(BIN)/python benchmarks/diloco_ablation.py --quick
 
-torture: $(READY)  ## kill a training run three hundred times, and lose nothing
+bench-peers: $(PEERS)/.ready  ## beside Lightning and the Hugging Face Trainer, in an environment of its own
+	$(PEERS)/bin/speedtronic bench --only peers --history $(HISTORY)
+
+torture: $(READY)  ## kill a training run three hundred times, and one of two ranks a hundred times, and lose nothing
 	$(BIN)/python -m tests.torture --self-test
 	$(BIN)/python -m tests.torture --kills 300
+	$(BIN)/python -m tests.torture.ranks --kills 100
 
 diloco-torture: $(READY)  ## kill three processes that train together again and again, and see what it costs
 	$(BIN)/python -m tests.torture_diloco --seeds 0 1 2
@@ -85,6 +91,14 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+$(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement benchmarks/peers.txt
+	touch $@
+
+$(AZURITE):
+	npm install --silent --no-fund --no-audit --no-save --prefix build/azurite azurite@$(AZURITE_VERSION)
 
 $(RANKS): | $(READY)
 	mkdir -p $(@D)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks and times everything that needs a CUDA device, within 200 seconds, and writes a table.
+# Checks and times everything that needs a CUDA device, within 220 seconds, and writes a table.
 #     bash benchmarks/gpu_check.sh [--dry] [OUTPUT.md]
 # --dry runs all of it on the CPU, in a tiny form, to see that it reaches its end.
 # PYTHON names an interpreter with torch, the repository's .venv by default. WHEELS names a folder with wheels of what
@@ -32,10 +32,10 @@ tests=(
   tests/optimizers/test_newton_schulz.py tests/distributed/test_schema.py tests/checkpoint/test_staging.py
 )
 optimizer=(muon cautious --rounds 5)
-checkpoint=(--only blocked --rounds 3)
+checkpoint=(checkpoint --rounds 3)
 if [ ${#dry[@]} -ne 0 ]; then
-  optimizer=(muon --rounds 1 --tiny)
-  checkpoint=(--only blocked --rounds 1 --layers 1)
+  optimizer=(muon --quick)
+  checkpoint=(checkpoint --quick)
 fi
 
 : > "$output"
@@ -59,7 +59,7 @@ part tests 75 "$python" -m pytest -q -m gpu -p no:cacheprovider "${tests[@]}"
 part speed 70 "$python" benchmarks/gpu_check.py speed "${dry[@]}"
 part attention 10 "$python" benchmarks/gpu_check.py attention "${dry[@]}"
 part launches 15 "$python" benchmarks/gpu_check.py launches --steps 5 "${dry[@]}"
-part optimizers 15 "$python" benchmarks/optimizer_step.py "${optimizer[@]}" --device "$device"
-part checkpoints 10 "$python" benchmarks/checkpoint.py "${checkpoint[@]}" --device "$device"
+part optimizers 30 "$python" -m speedtronic bench --device "$device" --only "${optimizer[@]}"
+part checkpoints 15 "$python" -m speedtronic bench --device "$device" --only "${checkpoint[@]}"
 echo "$summary" | tee -a "$output"
 exit "$failed"

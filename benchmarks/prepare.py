@@ -2,8 +2,9 @@
 
     python benchmarks/prepare.py [--rounds N] [--megabytes N] [--vocab-size N] [--processes N] [--json]
 
-The text is Python's own library, a file a document, and the tokenizer a byte-level BPE trained on it. Rounds alternate
-between the two (A B A B …); the figure is the median of the rounds' ratios. `encode_batch` gets all documents at once
+The text is Python's own library, a file a document, and the tokenizer a byte-level BPE trained on it. `prepare` reads
+the files, and in another turn the same documents as the lines of one `.jsonl`. Rounds alternate between them (A B C A B
+C …); the figures are the medians of the rounds' ratios. `encode_batch` gets all documents at once
 and may use the same number of CPUs; its time is without reading or writing anything, that of `prepare` is all of it,
 starting processes included. Then the shards of one process, of several, and of several that were killed in the middle
 and begun again are compared.
@@ -102,7 +103,17 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, object]:
     def by_prepare() -> None:
         prepare([corpus], folder / "shards", tokenizer=str(tokenizer), processes=args.processes, force=True)
 
-    contenders: dict[str, Callable[[], None]] = {"encode_batch": by_itself, "prepare": by_prepare}
+    lines = folder / "corpus.jsonl"
+    lines.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+
+    def by_prepare_from_lines() -> None:
+        prepare([lines], folder / "from-lines", tokenizer=str(tokenizer), processes=args.processes, force=True)
+
+    contenders: dict[str, Callable[[], None]] = {
+        "encode_batch": by_itself,
+        "prepare": by_prepare,
+        "from .jsonl": by_prepare_from_lines,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(args.rounds):
@@ -114,12 +125,15 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, object]:
     prepare([corpus], folder / "one", tokenizer=str(tokenizer), processes=1)
     killed = prepare_killed(corpus, folder / "killed", tokenizer, args.processes)
     made = {name: fingerprint(folder / name) for name in ("shards", "one", "killed")}
-    ratios = [alone / whole for alone, whole in zip(seconds["encode_batch"], seconds["prepare"], strict=True)]
+    ratios = {
+        name: [alone / whole for alone, whole in zip(seconds["encode_batch"], seconds[name], strict=True)]
+        for name in ("prepare", "from .jsonl")
+    }
     return {
         "megabytes": size / 1e6,
         "vocab_size": library.get_vocab_size(),
         "processes": args.processes,
-        "rate": statistics.median(ratios),
+        "rates": {name: statistics.median(each) for name, each in ratios.items()},
         "ratios": ratios,
         "megabytes_per_second": {name: size / 1e6 / statistics.median(each) for name, each in seconds.items()},
         "cpu_seconds": {name: statistics.median(each) for name, each in cpu.items()},
@@ -132,13 +146,16 @@ def table(report: dict[str, object]) -> str:
     rates, cpu, ratios = report["megabytes_per_second"], report["cpu_seconds"], report["ratios"]
     assert isinstance(rates, dict)
     assert isinstance(cpu, dict)
-    assert isinstance(ratios, list)
+    assert isinstance(ratios, dict)
+    reached = report["rates"]
+    assert isinstance(reached, dict)
     lines = [
         f"{report['megabytes']:.1f} MB, vocabulary {report['vocab_size']}, {report['processes']} processes, "
         f"tokenizers {tokenizers.__version__}"
     ]
     lines += [f"  {name:12} {rates[name]:8.2f} MB/s {cpu[name]:8.1f} CPU seconds" for name in rates]
-    lines.append(f"  prepare reaches {report['rate']:.2f} of encode_batch (median of {len(ratios)} ratios)")
+    for name, rate in reached.items():
+        lines.append(f"  {name:12} reaches {rate:.2f} of encode_batch (median of {len(ratios[name])} ratios)")
     outcome = "identical" if report["identical"] else "DIFFERENT"
     killed = "killed in the middle" if report["killed_in_the_middle"] else "not killed in time"
     lines.append(f"  shards of 1 process, of {report['processes']}, and {killed} and begun again: {outcome}")

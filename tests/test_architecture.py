@@ -14,12 +14,14 @@ SOURCE = Path(__file__).parents[1] / "src" / "speedtronic"
 # Top to bottom. Rooms on one floor do not know each other.
 FLOORS = (
     {"cli"},
+    {"bench"},
     {"runtime"},
     {"evaluation", "tuning", "report"},
     {"generation"},
     {"trainer", "distributed"},
     {"checkpoint", "optimizers", "data", "model", "metrics", "runs"},
     {"shapes", "scheduling"},
+    {"parallel"},
     {"precision", "ranks", "registry"},
     {"config"},
     {"durable"},

@@ -27,6 +27,7 @@ from speedtronic.registry import registry
 from speedtronic.runtime import build_initial_model, build_runtime, train_from_config
 from tests.support.configs import tiny
 from tests.support.models import Events, Silence
+from tests.support.thread_group import train_on_ranks
 
 SAMPLES = 64
 
@@ -373,3 +374,52 @@ def test_a_resumed_node_trains_as_if_it_had_never_stopped(tmp_path: Path, data: 
         return losses
 
     assert trained("stopped", 3, 9) == trained("whole")
+
+
+# ---------------------------------------------------------------- nodes of several ranks
+
+
+class Fixed(Line):
+    """Begins with the same weights, whoever else draws random numbers at the time."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        nn.init.constant_(self.linear.weight, 0.5)
+        nn.init.constant_(self.linear.bias, -0.25)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_equal_two_nodes_of_one(
+    tmp_path: Path, data: Numbered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rounds, in which each node trains an inner phase and the master makes a version of both deltas."""
+    monkeypatch.setattr(registry, "_factories", {**registry._factories, "fixed": Fixed})
+
+    def trained(ranks: int) -> tuple[list[list[float]], list[Any]]:
+        folder = tmp_path / str(ranks)
+        configs = []
+        for name in ("ann", "bob"):
+            config = config_of(folder, node_id=name, expected_nodes=2, inner_steps=4, state_dir=str(folder / name))
+            config["run"]["output_dir"] = str(folder / f"run-{name}")
+            config["model"]["name"] = "fixed"
+            config["data"]["micro_batch_size"] = 4 // ranks
+            config["logging"] = {"level": "ERROR"}
+            configs.append(config)
+        master = master_of(configs[0])
+        weights, sent = [], []
+        for number in range(3):
+            for config in configs:
+                with monkeypatch.context() as patch:
+                    steps = 4 * (number + 1)
+                    trainers = train_on_ranks(patch, ranks, config, resume=number > 0, max_steps=steps)
+                found = [[p.item() for p in trainer.model.parameters()] for trainer in trainers]
+                assert all(other == found[0] for other in found)
+                weights.append(found[0])
+            sent += [(h.node, h.base_version, h.steps, h.position, h.samples, h.tokens) for h in deltas_of(folder)]
+            master.sync_once()
+        return weights, sent
+
+    (one, deltas_of_one), (two, deltas_of_two) = trained(1), trained(2)
+    assert [base for _, base, *_ in deltas_of_one] == [0, 0, 1, 1, 2, 2]
+    assert sorted(deltas_of_one) == sorted(deltas_of_two)
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=1e-5, atol=1e-5)

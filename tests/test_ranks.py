@@ -29,3 +29,11 @@ def test_values_are_gathered_in_a_list_and_broadcast_as_they_are() -> None:
     value = {"step": 3, "best": [1.5, None]}
     assert alone.gather(value) == [value]
     assert alone.broadcast(value) is value
+
+
+def test_a_single_process_has_its_own_sums_and_stacks() -> None:
+    alone: Group = SingleProcess()
+    tensor = torch.arange(3)
+    assert alone.reduce_later(tensor)() is tensor
+    assert alone.stack(tensor).tolist() == [[0, 1, 2]]
+    alone.note("anywhere")

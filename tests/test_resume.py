@@ -16,12 +16,13 @@ import torch
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import SchedulerConfig, SpeedtronicConfig
 from speedtronic.data.prepare.prepare import prepare
+from speedtronic.data.prepare.records import PromptRecords
 from speedtronic.errors import CheckpointError
 from speedtronic.runtime import build_optimizer, build_runtime, train_from_config
 from tests.support.configs import tiny
 
 SOURCES = ("synthetic", "text", "shards")
-CASES = [(source, workers) for source in SOURCES for workers in (0, 2)]
+CASES = [*((source, workers) for source in SOURCES for workers in (0, 2)), ("mixture", 2)]
 STOP, END = 5, 12
 
 # Each source with another optimizer, so that these too go through a process of their own.
@@ -29,6 +30,7 @@ OPTIMIZER_OF = {
     "synthetic": {"name": "adamw"},
     "text": {"name": "muon", "muon_lr": 0.02},
     "shards": {"name": "muon", "muon_plus": True, "cautious": True},
+    "mixture": {"name": "adamw"},
 }
 
 # Trains every configuration of a JSON file up to its stop, in a process of its own.
@@ -47,6 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "text.txt"
     text.write_text("".join(f"{number} bottles on the wall. " for number in range(30)), encoding="utf-8")
     prepare([text], folder / "shards")
+    for name, count in (("sums", 15), ("more", 9)):
+        lines = [json.dumps({"prompt": f"{n}+{n}=", "completion": str(2 * n)}) for n in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        prepare([folder / f"{name}.jsonl"], folder / name, records=PromptRecords())
     configs = folder / "configs.json"
     configs.write_text(json.dumps([case_config(*case, folder, "parts") for case in CASES]), encoding="utf-8")
     subprocess.run([sys.executable, "-c", FIRST_PART, str(configs), str(STOP)], check=True, stdout=subprocess.DEVNULL)
@@ -59,6 +65,10 @@ def config_of(source: str, workers: int, folder: Path, name: str) -> dict[str, A
         "synthetic": {"synthetic": True, "num_tokens": 42 * 16},
         "text": {"text_path": str(folder / "text.txt")},
         "shards": {"shards": str(folder / "shards")},
+        "mixture": {
+            "mixture": {str(folder / "sums"): 3, str(folder / "more"): 1},
+            **{"packing": "best_fit", "document_mask": True},
+        },
     }
     return tiny(
         folder / name / f"{source}-{workers}",
@@ -99,6 +109,17 @@ def test_five_steps_a_new_process_and_seven_equal_twelve(
     assert expected["data"] == resumed["data"]
     for name, tensor in expected["model"].items():
         assert torch.equal(tensor, resumed["model"][name]), name
+
+
+def test_other_weights_of_a_mixture_are_shown_on_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("mixture", 0, folder, "weights")
+    train_from_config(config, max_steps=2)
+    config["data"]["mixture"] = dict.fromkeys(config["data"]["mixture"], 1)
+    capsys.readouterr()
+    assert train_from_config(config, resume=True).steps == END
+    shown = capsys.readouterr()
+    assert "the weights of the mixture have changed: " in shown.out + shown.err
+    assert "sums 0.75 → 0.5" in shown.out + shown.err
 
 
 def test_the_number_of_workers_does_not_change_the_batches(folder: Path) -> None:
@@ -310,11 +331,18 @@ def test_names_are_not_compared_where_one_side_has_none_and_compiled_names_match
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch's compiler about itself
 def test_a_compiled_run_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    straight, parts = (option_config({"compile": True}, folder, tmp_path / part) for part in ("straight", "parts"))
+    logging = {"json_file": "log.jsonl"}
+    straight, parts = (
+        option_config({"compile": True, "logging": logging}, folder, tmp_path / part) for part in ("straight", "parts")
+    )
     whole = train_from_config(straight)
     train_from_config(parts, max_steps=STOP)
     assert losses(train_from_config(parts, resume=True)) == losses(whole)[STOP:]
+    for run in ("straight", "parts"):
+        lines = [json.loads(line) for line in (tmp_path / run / "log.jsonl").read_text().splitlines()]
+        assert {line["status"] for line in lines if line["event"] == "compile"} == {"enabled"}
 
 
 def test_another_folder_continues_the_same_run(folder: Path, tmp_path: Path) -> None:

@@ -231,6 +231,9 @@ NOT_BUILT: dict[str, dict[str, Any]] = {
     "distributed.outer: sparse_loco": {"distributed": {**NODE, "outer": "sparse_loco"}},
     "distributed.trusted_nodes": {"distributed": {**NODE, "trusted_nodes": ["ab"]}},
     "distributed.robust": {"distributed": {**NODE, "robust": "clip"}},
+    "parallel.strategy: fsdp": {"parallel": "fsdp"},
+    "parallel.shard_within_node": {"parallel": {"shard_within_node": True}},
+    "parallel.cpu_offload": {"parallel": {"cpu_offload": True}},
     "precision.mode: fp8": {"precision": {"mode": "fp8"}},
 }
 
@@ -253,8 +256,10 @@ def test_keys_of_distributed_count_only_where_it_is_enabled(tmp_path: Path) -> N
     assert trainer.coordinator is None
 
 
-def test_a_store_on_the_hub_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(NotBuiltError, match="Hugging Face Hub"):
+def test_a_repository_on_the_hub_needs_to_know_among_how_many_it_is_shared(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="distributed.expected_nodes: a repository on the Hub takes about 128 commits"
+    ):
         build_runtime(tiny(tmp_path, distributed={"enabled": True, "repo_id": "org/name"}))
 
 

@@ -78,6 +78,10 @@ class ScalerOverflowError(SpeedtronicError, RuntimeError):
     """The gradient scaler skipped more updates in a row than a normal start does."""
 
 
+class RankError(SpeedtronicError, RuntimeError):
+    """Another process of the same run has gone, or does not answer."""
+
+
 class StoreError(SpeedtronicError, RuntimeError):
     """A request to the store that nodes share has failed."""
 

@@ -28,6 +28,7 @@ from speedtronic import __version__
 from speedtronic.checkpoint import CheckpointManager, RunLock
 from speedtronic.checkpoint.export.llama import hidden_differences, reference_names
 from speedtronic.checkpoint.initial_weights import is_hugging_face_folder, load_initial_weights
+from speedtronic.checkpoint.sharing import broadcast_state
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.config.checks import (
     BUILT_IN_MODELS,
@@ -53,7 +54,10 @@ from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
 from speedtronic.optimizers.factory import build_adamw, build_adamw8bit, build_hybrid, build_named
 from speedtronic.optimizers.schedules import wsd_decay_steps
+from speedtronic.parallel.memory import refuse_what_does_not_fit
+from speedtronic.parallel.start import join_group
 from speedtronic.precision import PrecisionPlan, processor_name, resolve_device, resolve_precision, use_device
+from speedtronic.ranks import Group, SingleProcess
 from speedtronic.registry import build_model, import_factory, registry
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
@@ -66,6 +70,7 @@ from speedtronic.trainer.state import load_model
 from speedtronic.trainer.unused import BUILT_FROM_CONFIG
 
 if TYPE_CHECKING:
+    from speedtronic.distributed.checkpoint_mirror import CheckpointMirror
     from speedtronic.distributed.coordinator import DumbDiLoCoCoordinator
     from speedtronic.tuning import Plan, Workbench
 
@@ -120,8 +125,9 @@ def train_from_config(
     settings = _resolve(config)
     folder = run_folder(settings)
     threads = torch.get_num_threads()
+    group, _ = join_group(settings.parallel, device if device is not None else settings.run.device)
     # Taken before a log file is opened, so that a second process leaves no line in the first one's files.
-    with RunLock(folder) if folder is not None else nullcontext():
+    with RunLock(folder) if folder is not None and group.rank == 0 else nullcontext():
         trainer, _ = _build(settings, resume=resume, device=device, max_steps=max_steps, profile_steps=profile_steps)
         try:
             with trainer.logger:
@@ -145,20 +151,30 @@ def _build(
     """`build_runtime` for a configuration that `_resolve` returned."""
     seed_everything(settings.run.seed)
     _configure_torch(settings)
-    target_device = resolve_device(device if device is not None else settings.run.device)
+    group, target_device = join_group(settings.parallel, device if device is not None else settings.run.device)
+    if group.size > 1 and settings.tune != "off":
+        raise ConfigError(
+            f"tune: {settings.tune} measures one process, and here are {group.size}: set tune: off, and what "
+            "`speedtronic tune` has found in one process as keys of the configuration"
+        )
     use_device(target_device, settings.precision.tf32)
-    resume = resume or settings.checkpoint.resume
+    resume = resume or bool(settings.checkpoint.resume)
     folder = run_folder(settings)
-    logger = build_logger(settings)
+    logger = build_logger(settings) if group.rank == 0 else MetricLogger(level="ERROR")
     precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
     manager = build_checkpoint_manager(settings, logger)
+    if resume and group.rank == 0 and manager.mirror is not None and not manager.entries():
+        _fetch_checkpoint(settings, manager, logger)
     logger.run_id = (manager.latest_run_id() if resume else None) or manager.run_id
-    data = _build_data(settings, target_device, logger)
+    data = _build_data(settings, target_device, logger, group)
 
     saved = None
     if resume:
-        saved = manager.load_latest()
-        if saved is None:
+        # Only rank 0 needs to see the folder.
+        saved = broadcast_state(group, manager.load_latest() if group.rank == 0 else None)
+        if saved is None and settings.checkpoint.resume == "auto":
+            logger.info(f"there is no checkpoint in {manager.directory} yet: starting from the beginning")
+        elif saved is None:
             logger.warning(f"there is no checkpoint in {manager.directory}: starting from the beginning")
         else:
             _keep_warmup(settings, saved)
@@ -166,20 +182,24 @@ def _build(
     for doubt in doubts(settings, max_steps):
         logger.warning(doubt)
 
-    model = build_model(settings.model).to(target_device)
+    model = build_model(settings.model)
+    if group.size > 1:
+        refuse_what_does_not_fit(model, settings, target_device)
+    model = model.to(target_device)
     _tune_convolutions(model, settings, target_device)
     if uninitialized(model):
         _initialize_lazy_modules(model, data.train, settings, target_device, precision, logger)
     _check_takes_documents(model, settings)
-    if saved is None and settings.run.init_from is not None:
+    if saved is None and settings.run.init_from is not None and group.rank == 0:  # the others get the weights of rank 0
         _load_initial_weights(model, settings.run.init_from, settings, data.tokenizer, logger)
-    given, plan = settings, _plan(settings, model, target_device, saved, max_steps, logger)
+    given = settings
+    plan = _plan(settings, model, target_device, saved, max_steps, logger) if group.size == 1 else None
     if plan is not None:
         settings = plan.choices.applied_to(given)
         _configure_torch(settings)
         precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
         if settings.data.plain() != given.data.plain():
-            data = _build_data(settings, target_device, logger)
+            data = _build_data(settings, target_device, logger, group)
     logger.emit("environment", _environment(target_device))
     shape_report = validate_startup_shapes(settings, model, target_device, precision, logger)
     optimizer = build_optimizer(model, settings, target_device, warn=logger.warning)
@@ -196,14 +216,15 @@ def _build(
         precision=precision,
         logger=logger,
         checkpoint_manager=manager,
-        coordinator=_build_coordinator(settings, model, logger),
+        # Of a node of several processes, rank 0 talks to the store.
+        coordinator=_build_coordinator(settings, model, logger) if group.rank == 0 else None,
         max_steps=max_steps,
-        evaluator=_build_evaluator(data, settings, target_device, precision, logger),
+        evaluator=_build_evaluator(data, settings, target_device, precision, logger, group),
         lock_directory=folder,
         on_lock=partial(_record_run, folder, given, manager, logger) if folder is not None else None,
         metadata={
             "tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None,
-            "tuning": plan.model_dump() if plan is not None else None,
+            "tuning": plan.model_dump() if plan is not None else (saved or {}).get("tuning"),
             "base": base_of(model),
         },
         shape_report=shape_report,
@@ -515,8 +536,38 @@ def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) ->
         every_minutes=section.every_minutes,
         keep_every=section.keep_every,
         keep_best=section.keep_best,
+        mirror=_build_mirror(config, logger) if section.enabled and section.mirror is not None else None,
         warn=logger.warning,
     )
+
+
+def _build_mirror(config: SpeedtronicConfig, logger: MetricLogger) -> CheckpointMirror:
+    # Imported only by a run that has a mirror: another one starts sooner without.
+    from speedtronic.distributed.checkpoint_mirror import CheckpointMirror
+    from speedtronic.distributed.stores import RetryingStore
+    from speedtronic.distributed.stores.open import MIRROR, open_configured
+
+    section = config.checkpoint
+    store = open_configured(str(section.mirror), section.mirror_options, MIRROR)
+    return CheckpointMirror(
+        RetryingStore(store),
+        keep_last=section.keep_last,
+        keep_every=section.keep_every,
+        keep_best=section.keep_best,
+        warn=logger.warning,
+        inform=logger.info,
+    )
+
+
+def _fetch_checkpoint(config: SpeedtronicConfig, manager: CheckpointManager, logger: MetricLogger) -> None:
+    """Write the newest checkpoint of the mirror to an empty disk."""
+    mirror = _build_mirror(config, logger)
+    try:
+        path = mirror.fetch(manager)
+    finally:
+        mirror.wait()
+    if path is not None:
+        logger.info(f"fetched {path.name} from {mirror.url}")
 
 
 def build_initial_model(config: SpeedtronicConfig, logger: MetricLogger) -> nn.Module:
@@ -687,24 +738,35 @@ def _pin_memory(config: SpeedtronicConfig, device: torch.device) -> bool:
     return device.type == "cuda" if config.data.pin_memory is None else config.data.pin_memory
 
 
-def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricLogger) -> TrainingData:
+def _build_data(config: SpeedtronicConfig, device: torch.device, logger: MetricLogger, group: Group) -> TrainingData:
     """Build the loaders. A node among others reads a part of the data, or all of it in an order of its own."""
     pin_memory = _pin_memory(config, device)
     if not config.distributed.enabled:
-        return build_data(config, pin_memory=pin_memory, warn=logger.warning)
+        return build_data(
+            config,
+            pin_memory=pin_memory,
+            rank=group.rank,
+            world_size=group.size,
+            in_step=group.size,
+            warn=logger.warning,
+        )
 
     # Imported only by a run that has other nodes: a run of its own starts sooner without.
-    from speedtronic.distributed.data_partition import data_partition_of
+    from speedtronic.distributed.data_partition import DataPartition, data_partition_of
     from speedtronic.distributed.stores.open import connect
 
     seed = config.data.seed if config.data.seed is not None else config.run.seed
-    with closing(connect(config.distributed)) as store:
-        share = data_partition_of(config.distributed, store, seed)
+    found: list[Any] = []
+    if group.rank == 0:
+        with closing(connect(config.distributed)) as store:
+            found = list(data_partition_of(config.distributed, store, seed))
+    share = DataPartition(*group.broadcast(found))
     data = build_data(
         config,
         pin_memory=pin_memory,
-        rank=share.part,
-        world_size=share.parts,
+        rank=share.part * group.size + group.rank,
+        world_size=share.parts * group.size,
+        in_step=group.size,
         order_seed=share.order_seed,
         warn=logger.warning,
     )
@@ -745,18 +807,28 @@ def _build_evaluator(
     device: torch.device,
     precision: PrecisionPlan,
     logger: MetricLogger,
+    group: Group | None = None,
 ) -> Evaluation | None:
     """Build what evaluates a model: on the held-out part, on `eval.sets`, and by letting it write.
 
     None if there is nothing to evaluate on.
     """
+    group = group or SingleProcess()
     # Each set: its loader, how its labels are, and the tokenizer of its ids.
     pin_memory = _pin_memory(config, device)
     loaders: dict[str, tuple[Loader, str, Tokenizer | None]] = {}
     if data.validation is not None:
         loaders[HELD_OUT] = data.validation, config.data.labels, data.tokenizer
     for name, section in config.eval.sets.items():
-        loader, tokenizer = build_set(config, name, data.tokenizer, pin_memory=pin_memory, warn=logger.warning)
+        loader, tokenizer = build_set(
+            config,
+            name,
+            data.tokenizer,
+            pin_memory=pin_memory,
+            rank=group.rank,
+            in_step=group.size,
+            warn=logger.warning,
+        )
         loaders[name] = loader, section.labels or config.data.labels, tokenizer or data.tokenizer
     if not loaders:
         if (problem := needs_held_out_data(config)) is not None:
@@ -787,9 +859,10 @@ def _build_evaluator(
             labels=labels,
             metrics=build_metrics(config.eval.metrics, device),
             tokens=tokens,
+            group=group,
             warn=logger.warning,
         )
-    return Evaluation(measures, _build_writer(data.tokenizer, config))
+    return Evaluation(measures, _build_writer(data.tokenizer, config) if group.rank == 0 else None)
 
 
 def _check_monitored(monitor: str, name: str, tokens: TokenMeasures | None) -> None:

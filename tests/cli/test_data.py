@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
+import json
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,10 +174,10 @@ def test_prepare_that_is_stopped_keeps_what_it_can_go_on_with(
     append = ShardFiles.append
     calls = itertools.count()
 
-    def stopped(files: ShardFiles, ids: IdArray, ends: object) -> None:
+    def stopped(files: ShardFiles, ids: IdArray, *rest: Any) -> None:
         if next(calls):
             signal.raise_signal(number)
-        append(files, ids, ends)  # type: ignore[arg-type]
+        append(files, ids, *rest)
 
     monkeypatch.setattr("speedtronic.data.prepare.prepare._SECONDS_BETWEEN_JOURNALS", 0 if noted else 1e9)
     with monkeypatch.context() as patch:
@@ -209,6 +212,86 @@ def test_an_output_that_cannot_be_written_is_no_traceback_and_the_data_is_whole(
     os.close(writing)
     assert (found.returncode, found.stderr) == (0, "")
     assert ShardSet(tmp_path / "full").tokens == ShardSet(tmp_path / "out").tokens == 43
+
+
+def standard_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_prepare_reads_the_standard_input_and_leaves_no_copy_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standard_input(monkeypatch, b'{"text": "one"}\n{"text": "two"}\n')
+    assert run("prepare", "--stdin", "jsonl", "--out", tmp_path / "lines", "--tokenizer", "chars") == 0
+    assert ShardSet(tmp_path / "lines").documents == 2
+
+    standard_input(monkeypatch, b'{"text": "one"}\n')
+    assert run("prepare", "--stdin", "text", "--out", tmp_path / "text") == 0
+    assert ShardSet(tmp_path / "text").tokens == 17
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lines", "text"]
+
+
+def test_the_standard_input_is_no_path_and_takes_the_place_of_paths(tmp_path: Path, text: Path) -> None:
+    with pytest.raises(DataError, match="--stdin text or --stdin jsonl"):
+        run("prepare", "-", "--out", tmp_path / "out")
+    with pytest.raises(DataError, match="name one thing to read"):
+        run("prepare", text, "--stdin", "text", "--out", tmp_path / "out")
+
+
+def test_prepare_stops_at_a_bad_line_or_skips_and_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": 2}\nnot JSON\n{"text": "four"}\n')
+
+    with pytest.raises(DataError, match=r"a\.jsonl: line 2: not an object with a text 'text'"):
+        run("prepare", path, "--out", tmp_path / "out")
+    assert run("prepare", path, "--out", tmp_path / "out", "--bad-lines", "skip") == 0
+    made = capsys.readouterr().out
+    assert "documents: 2\n" in made
+    assert re.search(r"left out, not being usable: 2 records; .*a\.jsonl: line 2: .*; .*a\.jsonl: line 3: not", made)
+
+
+def test_prepare_needs_a_folder_unless_it_only_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "completion": "4"}\n{"prompt": "1+1=", "completion": "2"}\n')
+
+    with pytest.raises(DataError, match="--out DIR, or look at N documents with --preview N"):
+        run("prepare", tmp_path / "a.jsonl", "--records", "prompt")
+    assert run("prepare", tmp_path / "a.jsonl", "--records", "prompt", "--preview", "1") == 0
+    assert capsys.readouterr().out == "--- document 1\n2+2={+4\u2400+}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_preview_dims_what_is_no_target_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "2+2=", "completion": "4"}\n')
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+
+    run("prepare", tmp_path / "a.jsonl", "--records", "prompt", "--preview", "1")
+
+    assert "\x1b[2m2+2=\x1b[0m4\u2400" in capsys.readouterr().out
+
+
+def test_prepare_turns_chats_into_targets_by_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"talk": messages}) + "\n")
+    template = tmp_path / "turns.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    options = ["--records", "chat", "--messages-field", "talk", "--chat-template", template]
+
+    assert run("prepare", tmp_path / "a.jsonl", *options, "--out", tmp_path / "out") == 0
+    assert "tokens: 27\nof them targets: 5 (19%)\ndocuments: 1\n" in capsys.readouterr().out
+    assert run("prepare", tmp_path / "a.jsonl", *options, "--preview", "3") == 0
+    assert capsys.readouterr().out == "--- document 1\nuser: Hi;assistant: {+Hello+};\u2400\n"
+    run("inspect", tmp_path / "out", "--verify")
+    assert "of them targets: 5\n" in capsys.readouterr().out
+    with pytest.raises(DataError, match="--chat-template is for chats: add --records chat"):
+        run("prepare", tmp_path / "a.jsonl", "--chat-template", template, "--out", tmp_path / "out")
 
 
 # ---------------------------------------------------------------------- progress

@@ -251,3 +251,12 @@ def test_a_path_that_is_not_utf8_is_refused_with_a_remedy(key: str) -> None:
         value = {part: value}
     with pytest.raises(ConfigError, match="must be valid Unicode text"):
         load_config({section: value})
+
+
+def test_a_path_that_begins_with_a_tilde_lies_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands it in a file, nor behind `run.output_dir=`."""
+    monkeypatch.setenv("HOME", "/home/anna")
+    config = load_config("data: {text_path: ~/a.txt}\nrun: {output_dir: ~/runs}")
+    assert (config.data.text_path, config.run.output_dir) == ("/home/anna/a.txt", "/home/anna/runs")
+    assert load_config({}, ["logging.file=~/b.log"]).logging.file == "/home/anna/b.log"
+    assert load_config({}, ["run.output_dir=a~b"]).run.output_dir == "a~b"

@@ -82,6 +82,9 @@ DEFAULTS = {
         "loss_normalization": "micro_batch",
         "labels": "aligned",
         "document_mask": False,
+        "packing": "concat",
+        "mixture": None,
+        "chat": None,
     },
     "optimizer": {
         "name": "adamw",
@@ -126,6 +129,8 @@ DEFAULTS = {
         "keep_best": 0,
         "background": True,
         "resume": False,
+        "mirror": None,
+        "mirror_options": {},
     },
     "logging": {
         "level": "INFO",
@@ -193,6 +198,14 @@ DEFAULTS = {
     "loss": None,
     "compile": False,
     "compile_options": {"mode": None, "dynamic": None, "regional": False},
+    "parallel": {
+        "strategy": "auto",
+        "shard_within_node": False,
+        "cpu_offload": False,
+        "reduce_dtype": None,
+        "find_unused_parameters": False,
+        "timeout": 600.0,
+    },
     "gradient_checkpointing": False,
     "ooo_backprop": False,
     "ooo_streams": 4,
@@ -373,6 +386,8 @@ def test_a_wrong_value_is_refused_at_construction_and_at_assignment(
         (ModelConfig, {"rope_base": 500000, "extra": {"a": [1, {"b": None}], "c": True}}),
         (DataConfig, {"dataset": "my_pkg.data:build", "pin_memory": False, "validation_fraction": 0}),
         (DataConfig, {"document_mask": True, "shards": "prepared"}),
+        (DataConfig, {"packing": "best_fit", "mixture": {"data/web": 0.7, "data/code": 0.3}, "document_mask": True}),
+        (DataConfig, {"chat": "chats.jsonl", "tokenizer": "model/", "packing": "best_fit"}),
         (OptimizerConfig, {"lr": 1, "fused": True, "ema": 0.999, "grad_clip": 1}),
         (PrecisionConfig, {"mode": "fp8"}),
         (PrecisionConfig, {"mode": "bf16", "dtype": "bfloat16"}),
@@ -449,6 +464,31 @@ def test_all_problems_of_a_section_come_at_once() -> None:
             DataConfig,
             {"text_path": "a.txt", "shards": "b"},
             "data.shards: name one source of data, not both data.text_path and data.shards",
+        ),
+        (
+            DataConfig,
+            {"mixture": {"a": 1.0}, "chat": "b.jsonl", "tokenizer": "model/"},
+            "data.chat: name one source of data, not both data.mixture and data.chat",
+        ),
+        (
+            DataConfig,
+            {"mixture": {}},
+            "data.mixture: names no folder; leave it out, or give folders with their weights",
+        ),
+        (
+            DataConfig,
+            {"chat": "b.jsonl"},
+            "data.chat: needs data.tokenizer, a tokenizer with a chat template; other chats go through data prepare",
+        ),
+        (
+            DataConfig,
+            {"mixture": {"a": 1.0}, "tokenizer": "t.json"},
+            "data.tokenizer: is for data.text_path; shards have their own, so leave it out",
+        ),
+        (
+            DataConfig,
+            {"packing": "best_fit", "text_path": "a.txt"},
+            "data.packing: best_fit needs data.shards: no other source of data knows where documents start",
         ),
         *[
             (

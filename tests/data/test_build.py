@@ -20,10 +20,11 @@ from speedtronic.data import (
     build_data,
     build_dataloader,
 )
-from speedtronic.data.build import Loader
+from speedtronic.data.build import Loader, open_tokenizer
 from speedtronic.data.loading.iterable_loader import StreamLoader
 from speedtronic.data.prepare.train_tokenizer import train_tokenizer
 from speedtronic.errors import DataError
+from tests.support.chat import CHATML, ids_by_hand, tokenizer_folder
 
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea."
 
@@ -92,6 +93,7 @@ def factory(monkeypatch: pytest.MonkeyPatch) -> str:
         nothing=lambda data: 3,
         a_class=lambda data: Squares,
         triple=lambda data: (Squares(6), Squares(3), Squares(3)),
+        list_of_two=lambda data: [Squares(6), Squares(3)],
         rows=lambda data: [{"input_ids": [1, 2, 9], "labels": [2, 9, -100]}],
         constant="/",
         failing=lambda data: {}["key"],
@@ -138,6 +140,67 @@ def test_shards_bring_their_own_tokenizer(shards: str) -> None:
 
     assert labels(data.train) == list(TEXT.encode()[1:73])
     assert isinstance(data.tokenizer, CharTokenizer)
+
+
+def test_documents_of_shards_are_packed_where_that_is_asked_for(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "s", tokenizer=CharTokenizer()) as writer:
+        for text in ("abcde", "fgh"):
+            writer.write(CharTokenizer().encode_array(text))
+            writer.end_document()
+
+    data = build_data(config(shards=str(tmp_path / "s"), packing="best_fit", document_mask=True), pin_memory=False)
+
+    (batch,) = data.train
+    assert batch["input_ids"].tolist() == [list(b"abcdefgh")]
+    assert batch["labels"].tolist() == [[*b"bcde", 0, *b"gh", 0]]
+    assert batch["document_ids"].tolist() == [[0] * 5 + [1] * 3]
+
+
+def prepared(folder: Path, texts: list[str], tokenizer: Tokenizer | None = None) -> str:
+    with ShardWriter(folder, tokenizer=tokenizer or CharTokenizer()) as writer:
+        for text in texts:
+            writer.write(CharTokenizer().encode_array(text))
+            writer.end_document()
+    return str(folder)
+
+
+def test_a_mixture_holds_out_the_end_of_each_source(tmp_path: Path) -> None:
+    weights = {prepared(tmp_path / "a", ["a" * 799]): 3, prepared(tmp_path / "b", ["b" * 399]): 1}
+    data = build_data(config(mixture=weights, validation_fraction=0.1, shuffle=True), pin_memory=False)
+
+    assert data.validation is not None
+    held_out = [bytes([int(batch["input_ids"][0, 0])]) for batch in data.validation]
+    assert held_out == [b"a"] * 9 + [b"b"] * 4
+    train = [bytes([int(batch["input_ids"][0, 0])]) for batch in data.train]
+    assert abs(train.count(b"a") / len(train) - 0.75) < 0.02
+    assert isinstance(data.tokenizer, CharTokenizer)
+
+
+def test_a_mixture_of_two_tokenizers_is_refused(tmp_path: Path) -> None:
+    weights = {prepared(tmp_path / "a", ["aaaaaaaaaa"]): 1, prepared(tmp_path / "b", ["b" * 10], CharTokenizer(200)): 1}
+
+    with pytest.raises(DataError, match=r"data\.mixture: .*b was made with another tokenizer than .*a, so the same id"):
+        build_data(config(mixture=weights), pin_memory=False)
+
+
+def test_chats_are_encoded_once_into_the_cache(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    folder = tokenizer_folder(tmp_path / "t", CHATML)
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "Hi"}]}\n')
+    keys = {"chat": str(tmp_path / "a.jsonl"), "tokenizer": str(folder), "packing": "best_fit"}
+    settings = config(vocab_size=300, block_size=16, **keys)
+
+    (batch,) = build_data(settings, pin_memory=False).train
+    expected = ids_by_hand(["<|im_start|>", "assistant\n", "Hi", "<|im_end|>", "\n"])
+    assert batch["input_ids"][0, :15].tolist() == expected
+    assert [each for each in batch["labels"][0].tolist() if each != -100] == expected[11:]
+    (entry,) = (tmp_path / "cache").iterdir()
+    written = (entry / "index.json").stat().st_mtime_ns
+    build_data(settings, pin_memory=False)
+    assert (entry / "index.json").stat().st_mtime_ns == written
+    tokenizer = open_tokenizer(settings.data)
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == 265
 
 
 def test_a_factory_builds_data_from_the_data_section(factory: str) -> None:
@@ -222,6 +285,7 @@ def test_reading_a_stream_does_not_draw_from_the_global_generator(factory: str) 
         ({"dataset": "some_user_data:stream", "shuffle": True}, ConfigError, r"data\.shuffle"),
         ({"dataset": "some_user_data:a_class"}, ConfigError, "must return a Dataset.* not the class Squares"),
         ({"dataset": "some_user_data:triple"}, ConfigError, "must return a Dataset.* not tuple"),
+        ({"dataset": "some_user_data:list_of_two"}, ConfigError, r"must return .* a pair \(.*\), not list"),
         ({"dataset": "some_user_data:mapping"}, ConfigError, "must return a Dataset.* not dict"),
         ({"dataset": "some_user_data:generator"}, ConfigError, "must return a Dataset.* not generator"),
         ({"dataset": "some_user_data:unsized"}, ConfigError, "must return a Dataset with __len__.* not Unsized"),

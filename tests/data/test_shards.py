@@ -448,3 +448,84 @@ def test_memory_does_not_grow_with_a_shard_of_gigabytes(tmp_path: Path) -> None:
     folder = hollow(tmp_path / "s", 1, 2**31)
 
     assert grown(folder, 256, 2**15, "range(len(tokens) // step)") <= 270 * 2**20
+
+
+# ---------------------------------------------------------------------- targets
+
+
+@pytest.fixture
+def with_targets(tmp_path: Path) -> Path:
+    with ShardWriter(tmp_path / "t", tokenizer=CharTokenizer(), shard_tokens=4, with_targets=True) as writer:
+        writer.append(np.array([5, 6, 7, 0, 8, 0], np.uint8), np.array([4, 6]), np.array([0, 1, 1, 0, 0, 1], bool))
+        writer.write(np.array([9], np.uint8))
+    return tmp_path / "t"
+
+
+def test_targets_are_read_across_shards(with_targets: Path) -> None:
+    shards = ShardSet(with_targets)
+    found = np.empty(5, np.bool_)
+    shards.read_targets(2, found)
+
+    assert shards.has_targets
+    assert found.tolist() == [True, False, False, True, True]
+    assert sorted(path.name for path in with_targets.glob("*.tgt")) == ["shard_00000.tgt", "shard_00001.tgt"]
+    shards.verify()
+
+
+def test_shards_without_targets_have_all_tokens_as_targets_and_the_old_format(tmp_path: Path) -> None:
+    shards = ShardSet(make(tmp_path / "s"))
+    found = np.zeros(3, np.bool_)
+    shards.read_targets(0, found)
+
+    assert found.all()
+    assert not shards.has_targets
+    index = json.loads((tmp_path / "s" / "index.json").read_bytes())
+    assert index["version"] == 2
+    assert not any("targets_file" in shard for shard in index["shards"])
+
+
+def test_an_older_reader_refuses_shards_with_targets(with_targets: Path) -> None:
+    assert json.loads((with_targets / "index.json").read_bytes())["version"] == 3
+
+
+def test_the_fingerprint_tells_other_targets(with_targets: Path, tmp_path: Path) -> None:
+    before = ShardSet(with_targets).fingerprint
+    with ShardWriter(tmp_path / "u", tokenizer=CharTokenizer(), shard_tokens=4, with_targets=True) as writer:
+        writer.append(np.array([5, 6, 7, 0, 8, 0], np.uint8), np.array([4, 6]))
+        writer.write(np.array([9], np.uint8))
+    assert ShardSet(tmp_path / "u").fingerprint != before
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "changed", "unnamed"])
+def test_damaged_targets_are_named(with_targets: Path, damage: str) -> None:
+    path = with_targets / "shard_00001.tgt"
+    content = bytearray(path.read_bytes())
+    content[32] ^= 1
+    reason = {
+        "missing": "the file is missing",
+        "short": "has 34 bytes in place of 35",
+        "changed": r"the content of shard_00001\.tgt does not match its checksum",
+        "unnamed": r"its version does not agree with the files of shard_00001\.bin",
+    }[damage]
+    match damage:
+        case "missing":
+            path.unlink()
+        case "short":
+            path.write_bytes(content[:-1])
+        case "changed":
+            path.write_bytes(content)
+        case "unnamed":
+            index = json.loads((with_targets / "index.json").read_bytes())
+            del index["shards"][1]["targets_file"]
+            (with_targets / "index.json").write_text(json.dumps(index))
+
+    with pytest.raises(DataError, match=reason):
+        ShardSet(with_targets).verify()
+
+
+def test_targets_need_a_set_for_them(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="with_targets"),
+        ShardWriter(tmp_path / "s", tokenizer=CharTokenizer()) as writer,
+    ):
+        writer.append(np.array([5], np.uint8), np.array([], np.int64), np.array([False]))

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from speedtronic.distributed.requests import perform
-from speedtronic.distributed.stores import FolderStore, MemoryStore, Store, open_store
+from speedtronic.distributed.stores import FolderStore, MemoryStore, Store
 from speedtronic.distributed.stores.retrying import RetryingStore
-from speedtronic.distributed.stores.s3 import S3Store
-from tests.distributed.stores import servers
+from tests.distributed.stores.servers import ON_SERVERS, PLACES, Place
 from tests.support.counting_store import CountingStore
 from tests.support.faulty_store import Faults, FaultyStore
 from tests.support.masters import history_of, names
 from tests.support.together import assert_same, together
 
 NODES, ROUNDS, KEPT = 4, 6, 3
-BUCKET = "bucket"
-SERVERS = {"moto": servers.moto, "seaweed": servers.seaweed}
-ON_S3 = [pytest.param(server, marks=pytest.mark.stores) for server in SERVERS]
 
 New = Callable[[], Store]  # an empty store of its own
 
 
-@pytest.fixture(scope="module", params=["memory", "folder", *ON_S3])
+@pytest.fixture(scope="module", params=["memory", "folder", *ON_SERVERS])
 def new_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[New]:
-    if request.param in SERVERS:
-        with SERVERS[request.param]() as endpoint:
-            servers.make_bucket(endpoint, BUCKET)
-            yield from _on_s3(endpoint)
+    if request.param in PLACES:
+        with PLACES[request.param]() as place:
+            yield from _on(place)
     elif request.param == "folder":
         yield lambda: FolderStore(Path(tmp_path_factory.mktemp("store")))
     else:
         yield MemoryStore
 
 
-def _on_s3(endpoint: str) -> Iterator[New]:
+def _on(place: Place) -> Iterator[New]:
     opened: list[Store] = []
 
     def new() -> Store:
-        url = f"s3://{BUCKET}/run-{len(opened)}"
-        opened.append(open_store(url, endpoint=endpoint, **servers.CREDENTIALS))
+        opened.append(place.open(f"run-{len(opened)}"))
         return opened[-1]
 
     yield new
@@ -91,23 +83,6 @@ def test_each_delta_is_downloaded_once_and_an_idle_look_is_one_request_or_two(ne
     assert loop.sync_once() == 0
     assert store.requests == {"get": 1, "list": 1}
     assert store.bytes.total() == 0
-
-
-@pytest.mark.parametrize("new_store", ON_S3, indirect=True)
-def test_an_idle_look_makes_no_hidden_requests(new_store: New) -> None:
-    store = new_store()
-    assert isinstance(store, S3Store)
-    _, workers, loop = together(NODES, ROUNDS, store=store)
-    sent: Counter[str] = Counter()
-
-    def count(request: Any, **_: Any) -> None:
-        sent[request.method] += 1
-
-    store._fs.s3.meta.events.register("before-send.s3", count)
-    assert not perform(workers[0].node.poll(), store)
-    assert sent == {"GET": 1}
-    assert loop.sync_once() == 0
-    assert sent == {"GET": 3}
 
 
 def test_after_many_rounds_the_store_holds_only_kept_versions_and_manifests(new_store: New) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -205,3 +206,27 @@ def test_factories_that_make_no_metric_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"eval\.metrics: .*{said}"):
             built(factory, **args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int64])
+@pytest.mark.parametrize(("predicted", "labelled"), [((5, 1), (5,)), ((5,), (5, 1)), ((5, 1, 2), (5, 2))])
+def test_predictions_and_labels_that_differ_by_dimensions_of_1_are_never_compared_each_with_each(
+    dtype: torch.dtype, predicted: tuple[int, ...], labelled: tuple[int, ...]
+) -> None:
+    labels = torch.arange(torch.Size(labelled).numel()).reshape(labelled).to(dtype)
+    output = labels.float().reshape(predicted)
+    predictions, targets = both(output, labels)
+    assert predictions.shape == targets.shape == labelled
+    assert torch.equal(predictions, targets.float())
+
+
+def test_ignored_labels_leave_out_their_one_score() -> None:
+    predictions, targets = both(torch.tensor([[0.5], [1.5], [2.5]]), torch.tensor([1, -100, 0]))
+    assert predictions.tolist() == [0.5, 2.5]
+    assert targets.tolist() == [1, 0]
+
+
+def test_a_named_tuple_says_which_field_holds_the_predictions() -> None:
+    output = namedtuple("Output", "hidden logits")(torch.zeros(2, 5), torch.ones(2, 3))
+    predictions, _ = both(output, torch.tensor([0, 1]))
+    assert predictions.tolist() == [[1.0] * 3] * 2

@@ -190,3 +190,19 @@ def test_a_trace_that_was_loaded_from_a_file_is_one_too() -> None:
     said = Said()
     said.parts_of(loaded)
     assert len(said.warned) == 1
+
+
+def test_a_model_that_is_left_in_evaluation_mode_is_trained_again_without_the_parts_set_apart() -> None:
+    said, model = Said(), backbone_and_head()
+    parts = said.parts_of(model)
+    parts.train()
+    for _ in range(2):
+        model.eval()
+        parts.stay_in_training()
+        assert trained_parts(model) == {"", "head"}
+    assert len(said.warned) == 1
+    assert "call train() on it after eval()" in said.warned[0]
+    # Parts that a callback freezes between two steps are its own affair.
+    model["head"].eval()
+    parts.stay_in_training()
+    assert trained_parts(model) == {""}

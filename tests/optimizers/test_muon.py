@@ -17,6 +17,7 @@ from speedtronic.optimizers.muon import Muon, muon_step, post_polar_normalize
 from speedtronic.optimizers.newton_schulz import newton_schulz
 from tests.support.cases import case
 from tests.support.cuda import nothing_synchronises
+from tests.support.thread_group import ThreadGroup, on_ranks
 
 SHAPES = [(6, 6), (4, 14), (6, 6), (14, 4), (1, 5), (6, 6), (5, 1)]
 STEPS = 20
@@ -786,3 +787,55 @@ def test_a_gpu_steps_like_the_cpu_and_obeys_found_inf_on_the_device(options: dic
     with nothing_synchronises():
         on_device.step()
     assert [bits(twin.cpu()) for twin in twins] == before
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("options", [{}, {"cautious": True, "cautious_rescale": True, "muon_plus": True}])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_work_and_step_like_one(
+    options: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orthogonalized: list[int] = []
+    plain = module.orthogonalize
+
+    def counted(matrices: Tensor, *args: Any, **named: Any) -> Tensor:
+        orthogonalized.append(len(matrices))
+        return plain(matrices, *args, **named)
+
+    monkeypatch.setattr(module, "orthogonalize", counted)
+    alone = parameters()
+    train(Muon(alone, lr=0.1, weight_decay=0.1, **options), alone, steps=5)
+    for_one, orthogonalized[:] = sum(orthogonalized), []
+
+    def one_of(group: ThreadGroup) -> list[nn.Parameter]:
+        weights = parameters()
+        optimizer = Muon(weights, lr=0.1, weight_decay=0.1, **options)
+        optimizer.ranks = group
+        train(optimizer, weights, steps=5)
+        return weights
+
+    found = on_ranks(ranks, one_of)
+    # Each matrix once in each step, wherever it is.
+    assert sum(orthogonalized) == for_one == 5 * len(SHAPES)
+    for weights in found:
+        for own, first, right in zip(weights, found[0], alone, strict=True):
+            assert bits(own) == bits(first)
+            torch.testing.assert_close(own, right, rtol=1e-5, atol=1e-5)
+
+
+def test_the_work_is_shared_by_size() -> None:
+    """One large matrix weighs as much as many small ones."""
+    shapes = [(4, 4)] * 8 + [(8, 8)]
+
+    def one_of_two(group: ThreadGroup) -> int:
+        weights = parameters(shapes)
+        optimizer = Muon(weights, lr=0.1)
+        optimizer.ranks = group
+        give_gradients(weights, 0)
+        optimizer.step()
+        return len(group.calls)
+
+    # One round of two stacks: (8, 8) on one rank, all (4, 4) on the other.
+    assert on_ranks(2, one_of_two) == [1, 1]

@@ -78,6 +78,9 @@ class Worker:
 
     def receive(self) -> None:
         perform(self.node.poll(), self.store, self.files)
+        self.install()
+
+    def install(self) -> None:
         install = self.node.installable()
         assert install is not None
         rebase_(self.model, install.new_base, install.base, adopt=install.adopt)

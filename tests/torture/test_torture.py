@@ -47,3 +47,14 @@ def test_faults_built_into_the_code_are_noticed_for_what_they_are(tmp_path: Path
 def test_every_operation_of_the_file_layer_can_be_tortured() -> None:
     operations = {name for name, _ in inspect.getmembers(FileSystem, inspect.isfunction)}
     assert operations <= vars(TorturedFileSystem).keys()
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_survives_the_loss_of_any_of_them(tmp_path: Path) -> None:
+    """20 kills; `make torture` has 100, in every phase."""
+    command = [sys.executable, "-m", "tests.torture.ranks", "--kills", "20", "--seed", "7", "--folder", str(tmp_path)]
+    done = subprocess.run([*command, "--json"], cwd=ROOT, text=True, capture_output=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads(done.stdout)
+    assert numbers["kills"] >= 20
+    assert min(numbers["ranks"].values()) > 0

@@ -337,20 +337,18 @@ def test_a_mode_that_records_graphs_is_refused_on_a_card_where_gradients_are_add
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     logger = MetricLogger(stream=Silence())
     model = tiny_model()
-    two = {"micro_batch_size": 4, "target_batch_size": 8}
-    for mode, device, data, merged, refused in (
-        ("reduce-overhead", "cuda", two, 1, True),
-        ("max-autotune", "cuda:1", two, 1, True),
-        ("max-autotune-no-cudagraphs", "cuda", two, 1, False),
-        (None, "cuda", two, 1, False),
-        ("reduce-overhead", "cuda", two, 2, False),
-        ("reduce-overhead", "cuda", {}, 1, False),
-        ("reduce-overhead", "cpu", two, 1, False),
+    for mode, device, passes, refused in (
+        ("reduce-overhead", "cuda", 2, True),
+        ("max-autotune", "cuda:1", 2, True),
+        ("max-autotune-no-cudagraphs", "cuda", 2, False),
+        (None, "cuda", 2, False),
+        ("reduce-overhead", "cuda", 1, False),
+        ("reduce-overhead", "cpu", 2, False),
     ):
-        with case(mode, device, data, merged):
-            config = config_of(compile=True, compile_options={"mode": mode}, data=data)
+        with case(mode, device, passes):
+            config = config_of(compile=True, compile_options={"mode": mode})
             if not refused:
-                Compilation(model, config, logger, torch.device(device), merged, None)
+                Compilation(model, config, logger, torch.device(device), passes, None)
                 continue
             with pytest.raises(ConfigError, match=rf"compile_options.mode: {mode} .* 2 backward .*no-cudagraphs"):
-                Compilation(model, config, logger, torch.device(device), merged, None)
+                Compilation(model, config, logger, torch.device(device), passes, None)

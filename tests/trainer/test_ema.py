@@ -322,6 +322,35 @@ def test_the_average_begins_with_the_weights_that_a_coordinator_starts_with() ->
     assert averages(ours)["linear.bias"].item() == 7.5
 
 
+def test_weights_that_are_unfrozen_while_it_runs_are_said_not_to_be_averaged() -> None:
+    class Unfreeze:
+        def __init__(self, *, freezes: bool) -> None:
+            self.freezes = freezes
+
+        def on_train_start(self, run: Any) -> None:
+            if self.freezes:
+                run.model.linear.weight.requires_grad_(False)
+
+        def on_step_end(self, run: Any) -> None:
+            if run.step == 2:
+                run.model.linear.weight.requires_grad_(True)
+
+    for freezes in (True, False):
+        stream, model = StringIO(), Regression()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model.linear.weight.requires_grad_(freezes)
+        callbacks = [Unfreeze(freezes=freezes)]
+        ours = averaging(
+            model=model, optimizer=optimizer, callbacks=callbacks, logger=MetricLogger(stream=stream, level="WARNING")
+        )
+        ours.fit(5)
+        assert ("linear.weight" in averages(ours)) == freezes
+        assert stream.getvalue().count("weights are trained that were frozen") == (not freezes)
+        assert ours.averaged_model is not None
+        same = torch.equal(ours.averaged_model.get_parameter("linear.weight"), model.linear.weight)
+        assert same == (not freezes)
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_the_average_starts_over_with_a_warning_when_other_weights_are_trained_than_before(replaced: bool) -> None:
     stream = StringIO()

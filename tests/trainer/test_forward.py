@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speedtronic.errors import ModelError
+from speedtronic.errors import ConfigError, ModelError
 from speedtronic.precision import PrecisionPlan, resolve_precision
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 
@@ -78,6 +78,8 @@ IDS = torch.zeros(2, 5, dtype=torch.long)
         ({"input_ids": IDS[:, :3], "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, (2, 3)),
         ({"inputs": torch.zeros(2, 3, 8), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, (2, 3)),
         ({"input_ids": torch.zeros(4), "attention_mask": torch.zeros(4)}, (4, 4)),
+        ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 5, 5).tril()}, (2, 10)),
+        ({"input_ids": IDS, "attention_mask": torch.full((5, 5), -torch.inf).triu(1)}, (2, 10)),
         ((), (1, 1)),
         ("text", (1, 1)),
         ((torch.tensor(3.0), 1), (1, 1)),
@@ -335,3 +337,77 @@ def test_scores_of_classes_with_a_label_each_are_refused_before_anything_is_said
     model = Labelled()
     with pytest.raises(ModelError, match=r"scores of classes.*loss \(cross_entropy.*loss_fn"):
         forward_of(model)(model, (torch.zeros(2, 4), torch.tensor([0, 1])))
+
+
+class Masked(nn.Module):
+    """Takes a mask, if it gets one."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x.sum() if mask is None else (x * mask).sum()
+
+
+def test_fields_of_a_tuple_that_do_not_reach_a_parameter_of_forward_are_said_once() -> None:
+    x, mask, y = torch.ones(2, 3), torch.zeros(2, 3), torch.zeros(2)
+    said: list[str] = []
+    forward = forward_of(Masked(), loss_fn=lambda output, batch: output - batch[2].sum(), warn=said.append)
+    assert [forward(Masked(), (x, mask, y)).value.item() for _ in range(2)] == [6.0, 6.0]
+    assert len(said) == 1
+    assert "of the 3 fields of a batch, Masked.forward is given the first alone, and none for mask;" in said[0]
+    # A mapping reaches it. A pair holds the targets, and a module without a further parameter misses nothing.
+    forward_of(Masked(), loss_fn=lambda output, batch: output)(Masked(), {"x": x, "mask": mask, "y": y})
+    forward_of(Masked(), loss_fn=lambda output, batch: output)(Masked(), (x, y))
+    plain = nn.Linear(3, 1)
+    forward_of(plain, loss_fn=lambda output, batch: output.mean())(plain, (x, y, mask))
+
+
+def test_fields_beyond_a_pair_that_forward_could_take_are_said_without_a_loss_function_too() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+            return ((x if mask is None else x * mask).sum(1) - labels).square().mean() * scale
+
+    said: list[str] = []
+    batch = (torch.ones(2, 3), torch.zeros(2), torch.zeros(2, 3))
+    assert forward_of(Own(), warn=said.append)(Own(), batch).value.item() == 9.0
+    assert "given the first two alone, and none for mask, scale;" in said[0]
+
+
+Y_WITH_IGNORED = torch.tensor([[1, -100], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "field"),
+    [
+        ({"pixels": torch.zeros(2, 4), "y": Y_WITH_IGNORED}, "y"),
+        ((torch.zeros(2, 4), torch.ones(2, 2, dtype=torch.long), Y_WITH_IGNORED), "2"),
+    ],
+)
+def test_ignored_labels_in_a_field_that_is_not_taken_for_the_labels_are_said_once(batch: Any, field: str) -> None:
+    said: list[str] = []
+    model = Scores()
+    forward = forward_of(model, loss_fn=lambda output, batch: output.mean(), warn=said.append)
+    for _ in range(2):
+        forward(model, batch)
+        forward.settle()
+    assert len(said) == 1
+    assert said[0].startswith(f"the field {field} of a batch has integers of -100, and is not taken for its labels")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"pixels": torch.zeros(2, 4), "y": Y_WITH_IGNORED.abs()},
+        {"pixels": torch.zeros(2, 4), "y": Y_WITH_IGNORED.float()},
+        {"pixels": torch.zeros(2, 4), "labels": Y_WITH_IGNORED, "more": Y_WITH_IGNORED},
+        (torch.zeros(2, 4), Y_WITH_IGNORED),
+    ],
+)
+def test_fields_without_ignored_labels_and_labels_by_their_name_are_not_doubted(batch: Any) -> None:
+    model = Scores()
+    forward = forward_of(model, loss_fn=lambda output, batch: output.mean())
+    forward(model, batch)
+    forward.settle()
+
+
+def test_a_class_is_no_loss_function() -> None:
+    with pytest.raises(ConfigError, match=r"^loss_fn: MSELoss is a class; .*criterion = MSELoss\(\)$"):
+        forward_of(Scores(), loss_fn=nn.MSELoss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,26 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.errors import ModelError, NonFiniteError
-from speedtronic.ranks import SingleProcess
+from speedtronic.ranks import Group, SingleProcess
 from speedtronic.trainer.gradients import accumulate, clip_gradients
 from speedtronic.trainer.loss import MeanLoss, count_targets, resolve_loss
 from tests.support.models import Overflowing, make_trainer
+from tests.support.thread_group import ThreadGroup, on_ranks
 
 OFF = torch.amp.GradScaler("cpu", enabled=False)
 ALONE = SingleProcess()
-
-
-class OneOfTwo(SingleProcess):
-    """A rank beside another one, which has `elsewhere` targets, or values of its losses."""
-
-    size = 2
-
-    def __init__(self, *elsewhere: int) -> None:
-        self._others = iter(elsewhere)
-
-    def reduce(self, number: Any, how: str = "sum") -> Any:
-        assert how == "sum"
-        return number + next(self._others)
 
 
 def update(
@@ -38,7 +27,7 @@ def update(
     parameters: Sequence[Tensor],
     *,
     by_target: bool = False,
-    group: SingleProcess = ALONE,
+    group: Group = ALONE,
 ) -> float:
     """The loss of one update over the micro batches."""
 
@@ -144,18 +133,23 @@ def test_an_update_without_any_target_has_loss_zero_and_no_gradient() -> None:
     assert weight.grad is None
 
 
-def test_with_more_ranks_losses_are_divided_by_all_their_micro_batches_or_targets() -> None:
-    labels = [torch.tensor([[1, 2, -100]]), torch.tensor([[3, -100, -100]])]
-    batches = [{"labels": row} for row in labels]
+@pytest.mark.parametrize(("by_target", "right"), [(True, (1 + 2 + 3 + 5 * 4) / 8), (False, (1.5 + 3 + 4 + 4) / 4)])
+def test_with_more_ranks_losses_are_divided_by_all_their_micro_batches_or_targets(
+    by_target: bool, right: float
+) -> None:
+    labels = [[[1, 2, -100], [3, -100, -100]], [[4, 4, 4], [4, 4, -100]]]
 
-    def mean(batch: Any) -> Tensor:
+    def mean(weight: Tensor, batch: Any) -> Tensor:
         return weight * batch["labels"][batch["labels"] != -100].float().mean()
 
-    for by_target, elsewhere, right in ((True, 5, (1 + 2 + 3) / 8), (False, 0, (1.5 + 3) / 4)):
+    def one_of_two(group: ThreadGroup) -> tuple[float, float]:
         weight = torch.tensor(1.0, requires_grad=True)
-        loss = update(mean, batches, [weight], by_target=by_target, group=OneOfTwo(elsewhere))
+        batches = [{"labels": torch.tensor([row])} for row in labels[group.rank]]
+        loss = update(partial(mean, weight), batches, [weight], by_target=by_target, group=group)
         assert weight.grad is not None
-        assert loss == weight.grad.item() == right
+        return loss, weight.grad.item()
+
+    assert on_ranks(2, one_of_two) == [(pytest.approx(right), pytest.approx(right))] * 2
 
 
 def test_losses_that_say_of_how_many_values_they_are_the_mean_weigh_by_these() -> None:
@@ -184,12 +178,28 @@ def test_a_loss_of_no_value_has_no_part_even_if_it_is_nan() -> None:
 
 
 def test_with_more_ranks_values_are_those_of_all() -> None:
-    batches, weight = [{"labels": torch.tensor([7, -100])}], torch.tensor(1.0, requires_grad=True)
-    # Elsewhere are 3 targets, and 4 values.
-    loss = update(lambda _: MeanLoss(weight * 3, 2), batches, [weight], by_target=True, group=OneOfTwo(3, 4))
-    assert loss == pytest.approx(2 * 3 / 6)
-    assert weight.grad is not None
-    assert weight.grad.item() == pytest.approx(2 * 3 / 6)
+    def one_of_two(group: ThreadGroup) -> tuple[float, float]:
+        weight = torch.tensor(1.0, requires_grad=True)
+        # Rank 0 has 1 target, and 2 values; rank 1 has 3, and 4.
+        labels, values = (torch.tensor([7, -100]), 2) if group.rank == 0 else (torch.tensor([7, 7, 7]), 4)
+        batches = [{"labels": labels}]
+        loss = update(lambda _: MeanLoss(weight * 3, values), batches, [weight], by_target=True, group=group)
+        assert weight.grad is not None
+        return loss, weight.grad.item()
+
+    assert on_ranks(2, one_of_two) == [(pytest.approx(3), pytest.approx(3))] * 2
+
+
+def test_a_rank_without_a_batch_has_the_gradient_of_the_others() -> None:
+    def one_of_two(group: ThreadGroup) -> tuple[float, float, bool]:
+        weight, unused = torch.tensor(2.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+        batches = [{"x": torch.tensor([3.0])}, {"x": torch.tensor([1.0])}] if group.rank == 0 else [None, None]
+        loss = update(quadratic(weight), batches, [weight, unused], group=group)
+        assert weight.grad is not None
+        return loss, weight.grad.item(), unused.grad is None
+
+    # The mean of the two micro batches that there are.
+    assert on_ranks(2, one_of_two) == [((36 + 4) / 2, (36 + 4) / 2, True)] * 2
 
 
 def test_the_gradient_norm_is_that_over_all_parameters() -> None:

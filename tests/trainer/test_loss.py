@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speedtronic.errors import ConfigError, DataError, ModelError
@@ -58,6 +58,25 @@ def test_a_scalar_first_field_is_the_loss() -> None:
 def test_a_3d_first_field_is_causal_logits_for_the_labels() -> None:
     """Seed: "A 3-D first tensor is treated as causal logits when labels have compatible shapes"."""
     torch.testing.assert_close(resolve_loss((LOGITS, None), (LABELS, LABELS)).value, cross_entropy(LOGITS, LABELS))
+
+
+def test_a_named_tuple_says_which_field_is_the_loss_or_the_logits() -> None:
+    batch, own = {"labels": LABELS}, torch.tensor(0.25)
+    for output in (
+        namedtuple("WithLoss", "logits loss")(LOGITS, own),
+        namedtuple("WithHidden", "hidden loss")(LOGITS + 1, own),
+    ):
+        assert resolve_loss(output, batch).value == own
+        assert doubts_about(output, batch) == []
+    hidden_first = namedtuple("HiddenFirst", "hidden logits")(LOGITS + 1, LOGITS.flip(0))
+    expected = cross_entropy(LOGITS.flip(0), LABELS)
+    torch.testing.assert_close(resolve_loss(hidden_first, batch).value, expected)
+    named = loss_by_name("cross_entropy")
+    assert named is not None
+    torch.testing.assert_close(named(hidden_first, {"input_ids": LABELS, "labels": LABELS}), expected)
+    # Without such names the place counts, as in any tuple.
+    other = namedtuple("Other", "scores state")(LOGITS, own)
+    torch.testing.assert_close(resolve_loss(other, batch).value, cross_entropy(LOGITS, LABELS))
 
 
 def test_a_3d_first_field_with_labels_that_do_not_fit_is_an_error() -> None:
@@ -113,8 +132,28 @@ def test_loss_fn_takes_the_place_of_all_rules() -> None:
 
 @pytest.mark.parametrize(
     "output",
-    [{"hidden": LOGITS}, {"logits": LOGITS[0]}, (LOGITS[0],), (), "loss", None, ({"loss": LOGITS},)],
-    ids=["no known key", "2d logits", "2d first", "empty", "string", "none", "mapping in tuple"],
+    [
+        {"hidden": LOGITS},
+        {"logits": LOGITS[0]},
+        (LOGITS[0],),
+        (),
+        "loss",
+        None,
+        ({"loss": LOGITS},),
+        {"loss": {"main": LOGITS, "aside": LOGITS}, "logits": LOGITS},
+        {"loss": 1.0, "logits": LOGITS},
+    ],
+    ids=[
+        "no known key",
+        "2d logits",
+        "2d first",
+        "empty",
+        "string",
+        "none",
+        "mapping in tuple",
+        "several losses beside logits",
+        "a number beside logits",
+    ],
 )
 def test_an_output_without_a_loss_is_refused_with_a_remedy(output: Any) -> None:
     with pytest.raises(TypeError, match="loss_fn"):
@@ -501,7 +540,7 @@ def test_labels_are_found_under_any_of_their_names() -> None:
     for name in ("labels", "label", "targets", "target"):
         batch = {"x": LOGITS, name: torch.tensor([3, -100])}
         assert count_labels(batch) == 1
-        assert align_labels(batch).keys() == batch.keys()
+        assert align_labels({"input_ids": LABELS, name: LABELS}).keys() == {"input_ids", name}
         torch.testing.assert_close(
             named("cross_entropy")(LOGITS[:, 0], batch), F.cross_entropy(LOGITS[:1, 0], CLASSES[:1])
         )
@@ -524,6 +563,13 @@ def test_labels_are_found_under_any_of_their_names() -> None:
 def test_what_a_named_loss_cannot_compare_is_refused(name: str, output: Any, batch: Any, said: str) -> None:
     with pytest.raises((DataError, ModelError), match=said):
         named(name)(output, batch)
+
+
+@pytest.mark.parametrize("criterion", [F.cross_entropy, nn.CrossEntropyLoss(), nn.MSELoss()])
+def test_a_loss_function_that_takes_the_targets_alone_is_told_what_it_is_called_with(criterion: Any) -> None:
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        resolve_loss(LOGITS[:, 0], (LOGITS, CLASSES), criterion)
+    assert "called with the model's output and the whole batch" in caught.value.__notes__[0]
 
 
 def test_a_loss_may_be_a_function_of_ones_own() -> None:
@@ -577,6 +623,14 @@ def test_aligned_labels_can_hold_minus_100(dtype: torch.dtype) -> None:
 def test_labels_that_are_no_ids_of_tokens_are_refused() -> None:
     with pytest.raises(DataError, match="unshifted"):
         align_labels({"labels": torch.zeros(2, 3)})
+    for batch in (
+        {"input_ids": LABELS, "labels": CLASSES},
+        {"image": LOGITS, "label": CLASSES},
+        (LABELS, CLASSES),
+        (LOGITS, CLASSES),
+    ):
+        with pytest.raises(DataError, match=r"repeat rows of ids.* shape \(2,\), as one class for each sample has"):
+            align_labels(batch)
     with pytest.raises(DataError, match="integers"):
         resolve_loss({"logits": LOGITS}, {"labels": LABELS.float()})
 

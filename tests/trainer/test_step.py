@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.errors import ModelError, NonFiniteError, ScalerOverflowError
+from speedtronic.errors import DataError, ModelError, NonFiniteError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model import ReferenceTransformer
 from speedtronic.scheduling import SameStream, StageStreamScheduler
@@ -269,6 +269,31 @@ def test_other_errors_of_a_loss_are_raised_as_they_are() -> None:
 
     with pytest.raises(RuntimeError, match="aten::mine"):
         make_trainer(loss_fn=loss_fn).fit(1)
+
+
+class OneBuffer:
+    """Gives each batch in the same memory, as some loaders do to save it."""
+
+    def __init__(self) -> None:
+        self.x = torch.empty(4, 3)
+
+    def __iter__(self) -> Any:
+        for number in range(4):
+            yield self.x.fill_(number), torch.zeros(4, 1)
+
+
+def test_a_loader_that_writes_over_a_batch_of_the_same_update_is_refused() -> None:
+    """The first micro batch would be trained on the numbers of the second."""
+
+    def trainer(micro_batches: int) -> Trainer:
+        config = config_of(data={"micro_batch_size": 4, "target_batch_size": 4 * micro_batches})
+        return make_trainer(
+            nn.Linear(3, 1), OneBuffer(), config=config, loss_fn=lambda output, _: output.square().mean()
+        )
+
+    with pytest.raises(DataError, match="an update takes 2 of them at once; give each batch memory of its own"):
+        trainer(2).fit(1)
+    assert trainer(1).fit(4).steps == 4
 
 
 # ---------------------------------------------------------------- optimizers with a closure

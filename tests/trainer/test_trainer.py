@@ -284,6 +284,55 @@ def test_the_loss_reaches_an_evaluator_that_has_none_and_no_other() -> None:
         assert make_trainer(Plain(), classes(), loss_fn=seven, evaluator=held_out).fit(1).eval_loss == expected
 
 
+def test_an_evaluator_that_two_trainers_share_uses_the_loss_of_the_one_that_trains() -> None:
+    plan, cpu = resolve_precision("fp32", torch.device("cpu")), torch.device("cpu")
+    held_out = HeldOutLoss(lambda: classes(1), device=cpu, precision=plan)
+    first, second = (
+        make_trainer(
+            Plain(), classes(), evaluator=held_out, loss_fn=lambda output, batch, value=value: 0 * output.sum() + value
+        )
+        for value in (7.0, 8.0)
+    )
+    assert (second.fit(1).eval_loss, first.fit(1).eval_loss, second.fit(2).eval_loss) == (8.0, 7.0, 8.0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_callback_that_leaves_the_model_in_evaluation_mode_changes_no_update(compiled: bool) -> None:
+    class Looks:
+        def on_step_end(self, run: Any) -> None:
+            run.model.eval()
+
+    model = torch.compile(Plain(), backend="eager") if compiled else Plain()
+    result = make_trainer(model, classes(), config=config_of(loss="cross_entropy"), callbacks=[Looks()]).fit(5)
+    assert [r["loss"] for r in result.metrics] == pytest.approx(losses_by_hand(Plain(), 5), rel=1e-5)
+
+
+def test_an_evaluator_of_ones_own_leaves_modes_and_random_numbers_as_they_were() -> None:
+    """Also one that calls eval() and train(), which would put a frozen backbone in training mode."""
+    seen: list[bool] = []
+
+    def losses(evaluator: Any) -> list[float]:
+        model = Plain()
+        model.norm.eval()
+        torch.manual_seed(0)
+        trainer = make_trainer(
+            nn.Sequential(model, nn.Dropout(0.5)),
+            [(batch["pixels"], batch["labels"]) for batch in classes()],
+            config=config_of(loss="cross_entropy", eval={"every_steps": 1}),
+            evaluator=evaluator,
+        )
+        return [r["loss"] for r in trainer.fit(4).metrics]
+
+    def own(model: nn.Module, should_stop: Any) -> dict[str, float]:
+        seen.append(any(module.training for module in model.modules()))
+        torch.rand(3)
+        model.train()
+        return {"loss": 1.0}
+
+    assert losses(own) == losses(None)
+    assert seen == [False] * 4
+
+
 def test_unequal_batches_weigh_alike_in_training_by_tokens_and_in_evaluation() -> None:
     """Targets 1, -100, -100 and 3 beside predictions of w: by the labels that are no -100, a third of it was lost."""
     batches = [(torch.ones(n, 1), torch.tensor(y)) for n, y in ((3, [1, -100, -100]), (1, [3]))]

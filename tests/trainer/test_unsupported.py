@@ -119,6 +119,22 @@ def test_torchs_own_optimizers_and_schedulers_are_taken(model: torch.nn.Linear) 
             trainer(optimizer, model, scheduler)
 
 
+@pytest.mark.parametrize("evaluator", [lambda model: {"loss": 1.0}, "held_out", torch.nn.MSELoss])
+def test_an_evaluator_that_cannot_be_called_is_refused(evaluator: Any, model: torch.nn.Linear) -> None:
+    with pytest.raises(ConfigError, match=r"^evaluator: .* cannot be called with a model and a function"):
+        Trainer(model, sgd(model), BATCHES, device="cpu", loss_fn=mean_square, evaluator=evaluator)
+
+
+def test_a_fit_inside_autocast_is_refused_since_its_casts_of_the_weights_grow_old(model: torch.nn.Linear) -> None:
+    before = model.weight.clone()
+    ours = trainer(sgd(model), model)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match=r"outside, and set precision\.mode"):
+        ours.fit(2)
+    assert torch.equal(model.weight, before)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert ours.fit(2).steps == 2
+
+
 def test_a_plateau_without_evaluations_or_with_another_mode_is_refused(model: torch.nn.Linear) -> None:
     optimizer = sgd(model)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer)

@@ -199,7 +199,7 @@ def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None
     assert possible(compile_options={"mode": "max-autotune"}).compile_modes == ()
     assert possible(optimizer={"fused": True}).unfused is False
     assert possible(data={"num_workers": 2}).num_workers == ()
-    monkeypatch.setattr(tune, "_bf16_is_faster", lambda: True)
+    monkeypatch.setattr(tune, "bf16_is_faster", lambda: True)
     assert possible().precisions == ("bf16",)
     assert possible(precision={"mode": "fp32"}).precisions == ()
     assert possible(model={"dropout": 0.1}).merges is False

@@ -126,6 +126,13 @@ def newest_first(entries: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
     return sorted(readable, key=lambda entry: (last_saved[entry.run_id], entry.run_id, entry.sequence), reverse=True)
 
 
+def surplus(own: Sequence[CheckpointEntry], keep_last: int | None, keep_every: int | None) -> list[CheckpointEntry]:
+    """Those of a run's checkpoints, the newest first, that neither `keep_last` nor `keep_every` covers."""
+    if keep_last is None:
+        return []
+    return [entry for entry in own[keep_last:] if keep_every is None or entry.step % keep_every != 0]
+
+
 def best_first(newest_first: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
     """Those that were evaluated, the best first; of equal ones the newer first.
 

@@ -25,7 +25,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from speedtronic.checkpoint.entries import (
     CheckpointEntry,
@@ -35,6 +35,7 @@ from speedtronic.checkpoint.entries import (
     newest_first,
     of_run,
     scan,
+    surplus,
 )
 from speedtronic.checkpoint.manifest import (
     FILES,
@@ -72,6 +73,16 @@ def _utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+class Mirror(Protocol):
+    """Keeps copies of checkpoints elsewhere."""
+
+    def add(self, path: Path) -> None:
+        """Copy a sound checkpoint, in the background. Its files may be removed as soon as this returns."""
+
+    def wait(self) -> None:
+        """Return when no copy is being made."""
+
+
 class CheckpointManager:
     """Saves, finds, loads and prunes the checkpoints in a folder.
 
@@ -85,6 +96,7 @@ class CheckpointManager:
         keep_every: `prune` also leaves this run's checkpoints of steps that are a multiple of it, at least 1.
         keep_best: `prune` also leaves this many of the run's sound checkpoints: the best by `monitored`, or those with
             the lowest `eval_loss`; of equal ones the newer.
+        mirror: gets each checkpoint that was saved, before an older one is removed.
         warn: told of a damaged checkpoint that was passed over, and of old ones that could not be removed.
         fs: the file system operations.
         now: the time in UTC, which is only shown.
@@ -109,6 +121,7 @@ class CheckpointManager:
         every_minutes: float | None = None,
         keep_every: int | None = None,
         keep_best: int = 0,
+        mirror: Mirror | None = None,
         warn: Callable[[str], None] = warn,
         fs: FileSystem | None = None,
         now: Callable[[], datetime] = _utc_now,
@@ -132,6 +145,7 @@ class CheckpointManager:
         self.every_minutes = every_minutes
         self.keep_every = keep_every
         self.keep_best = keep_best
+        self.mirror = mirror
         # Not from the seeded generators: two runs of one seed are two runs.
         self.run_id = secrets.token_hex(16)
         self._warn = warn
@@ -216,7 +230,7 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Wait for a save that is running, and free the memory of the snapshot and the thread.
+        """Wait for a save that is running, and for its copy, and free the memory of the snapshot and the thread.
 
         What the save raised is kept for `wait`. The manager can still be used: `save_async` takes both again.
         """
@@ -225,6 +239,8 @@ class CheckpointManager:
         if self._writer is not None:
             self._writer.shutdown()
             self._writer = None
+        if self.mirror is not None:
+            self.mirror.wait()
 
     def load_latest(self) -> dict[str, Any] | None:
         """The state in the newest sound checkpoint of the run that `latest.json` names.
@@ -366,6 +382,31 @@ class CheckpointManager:
                 copy_file(self._fs, source / name, folder / name, manifest.files[name])
         write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
 
+    def receive(self, manifest: Manifest, contents: Callable[[str], Iterable[bytes]]) -> Path:
+        """Write a checkpoint that comes from elsewhere, durably, so that this manager continues its run.
+
+        Args:
+            manifest: of the checkpoint.
+            contents: the parts of one of its files.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: the contents are not those that the manifest names; nothing is left of them.
+            OSError: the disk is full, or failed; nothing half-written is left.
+        """
+        self._settle()
+
+        def fill(folder: Path) -> None:
+            for name in FILES:
+                if write_file(self._fs, folder / name, contents(name)) != manifest.files[name]:
+                    raise CheckpointError(f"{name} is not what its manifest says")
+            write_file(self._fs, folder / MANIFEST, [manifest.to_bytes()])
+            self.run_id = manifest.run_id
+
+        return self._install(manifest.step, fill)
+
     def entries(self) -> list[CheckpointEntry]:
         """All checkpoints in the folder, of every run, by step; a quick look at each."""
         return scan(self._fs, self.directory)
@@ -426,6 +467,8 @@ class CheckpointManager:
         self._saves = 1 + (self._saves or max((entry.sequence for entry in self.entries()), default=0))
         path = self._install(step, fill)
         self._sound.add(path)
+        if self.mirror is not None:
+            self.mirror.add(path)
         try:
             self._prune()
         except (OSError, CheckpointError) as error:
@@ -594,18 +637,14 @@ class CheckpointManager:
     # ------------------------------------------------------------------ pruning
 
     def _prune(self) -> list[Path]:
-        if self.keep_last is None:
-            return []
         own = of_run(self.entries(), self.run_id)
-        surplus = [
-            entry for entry in own[self.keep_last :] if self.keep_every is None or entry.step % self.keep_every != 0
-        ]
-        if surplus:
+        removed = surplus(own, self.keep_last, self.keep_every)
+        if removed:
             kept = self._first_sound(own, 1) | self._first_sound(best_first(own), self.keep_best)
-            surplus = [entry for entry in surplus if entry.path not in kept]
-        for entry in surplus:
+            removed = [entry for entry in removed if entry.path not in kept]
+        for entry in removed:
             self._remove(entry.path)
-        return [entry.path for entry in surplus]
+        return [entry.path for entry in removed]
 
     def _first_sound(self, entries: Iterable[CheckpointEntry], count: int) -> set[Path]:
         """The first `count` sound ones, and those between that the disk cannot read: they may be sound."""

@@ -152,6 +152,16 @@ def read_manifest(fs: FileSystem, checkpoint: Path) -> Manifest:
     return _validated(Manifest, fields, f"{MANIFEST} is not a manifest")
 
 
+def manifest_of(text: bytes) -> Manifest:
+    """The manifest in the bytes of a `manifest.json`.
+
+    Raises:
+        NewerFormatError: it was written by a newer version.
+        CheckpointError: it is damaged, or not a manifest.
+    """
+    return _validated(Manifest, _unsealed(text, MANIFEST), f"{MANIFEST} is not a manifest")
+
+
 def read_pointer(fs: FileSystem, path: Path) -> Pointer:
     """What `latest.json` says.
 
@@ -186,24 +196,32 @@ def _validated(kind: type[_T], fields: dict[str, Any], what: str) -> _T:
 def _read_sealed(fs: FileSystem, path: Path) -> dict[str, Any]:
     """The fields of a sealed file, after its format and its seal were checked."""
     try:
-        fields = json.loads(read_small(fs, path, _LARGEST_MANIFEST))
+        text = read_small(fs, path, _LARGEST_MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
     except OSError as error:
         raise UnreadableError(f"{path.name} cannot be read: {error.strerror or error}") from error
-    except (DamagedFileError, ValueError, RecursionError) as error:
+    except DamagedFileError as error:
         raise CheckpointError(f"{path.name} is damaged: {error}") from error
+    return _unsealed(text, path.name)
+
+
+def _unsealed(text: bytes, name: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from error
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{path.name} is damaged: it does not hold an object")
+        raise CheckpointError(f"{name} is damaged: it does not hold an object")
 
     if isinstance(fields.get("format"), int) and fields["format"] > FORMAT:
         raise NewerFormatError(
-            f"{path.name} has format {fields['format']}, this Speedtronic knows up to {FORMAT}; update it"
+            f"{name} has format {fields['format']}, this Speedtronic knows up to {FORMAT}; update it"
         )
     try:
         is_sealed = fields.pop("seal", None) == _checksum(fields)
     except RecursionError:  # nested more deeply than can be written again, so we did not write it
         is_sealed = False
     if not is_sealed or fields.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path.name} is damaged: its contents do not match their checksum")
+        raise CheckpointError(f"{name} is damaged: its contents do not match their checksum")
     return fields

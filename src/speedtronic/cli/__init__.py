@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from speedtronic import __version__
 from speedtronic.cli import (
+    bench,
     checkpoints,
     configuration,
     data,
@@ -23,7 +25,7 @@ from speedtronic.cli import (
 )
 from speedtronic.cli.arguments import CommandParser
 from speedtronic.cli.tracebacks import format_error
-from speedtronic.errors import SpeedtronicError
+from speedtronic.errors import ConfigError, NonFiniteError, ScalerOverflowError, SpeedtronicError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +50,8 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     try:
         try:
             args = build_parser().parse_args(argv)
-            code: int = args.run(args)
+            # Of the processes that torchrun starts, all train, and one does anything else.
+            code: int = args.run(args) if args.run is train.run or _leads() else 0
         except SystemExit as stop:
             # As Python itself does: `sys.exit("why")` in a user's code prints the reason and is 1.
             if stop.code is None or isinstance(stop.code, int):
@@ -60,7 +63,9 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     except SpeedtronicError as error:
         if isinstance(error, output.OutputError):
             output.abandon()
-        print(f"error: {error}", file=sys.stderr)
+        # All ranks read one configuration, and share one loss: one of them says what is wrong with it.
+        if not isinstance(error, ConfigError | NonFiniteError | ScalerOverflowError) or _leads():
+            print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         output.abandon()
@@ -69,6 +74,11 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         print(format_error(error), end="", file=sys.stderr)
         return 1
     return code
+
+
+def _leads() -> bool:
+    """Whether this is rank 0 of the processes that a launcher has started, or was started alone."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,4 +103,5 @@ def build_parser() -> argparse.ArgumentParser:
     checkpoints.add_parser(commands)
     diloco.add_parser(commands)
     doctor.add_parser(commands)
+    bench.add_parser(commands)
     return parser

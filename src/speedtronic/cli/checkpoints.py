@@ -1,4 +1,4 @@
-"""`speedtronic checkpoints list | verify | export`: what a run has saved."""
+"""`speedtronic checkpoints list | verify | export | publish`: what a run has saved."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING, Any
 from speedtronic.cli import output
 from speedtronic.cli.arguments import add_run_arguments, find_checkpoints, split_words
 from speedtronic.cli.output import printable
+from speedtronic.cli.publishing import (
+    add_publish_arguments,
+    draw_losses,
+    new_folder,
+    publish,
+    take_address,
+    write_card,
+)
 from speedtronic.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_list(actions)
     _add_verify(actions)
     _add_export(actions)
+    _add_publish(actions)
 
 
 # ---------------------------------------------------------------------- which checkpoints a path means
@@ -417,3 +426,81 @@ def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str
         return None, ["without a tokenizer: the run had none"]
     separator_id = tokenizer_from_spec(spec).separator_id
     return HuggingFaceTokenizer(tokenizer_json(spec), separator_id), []
+
+
+# ---------------------------------------------------------------------- publish
+
+
+def _add_publish(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "publish",
+        help="put a checkpoint's weights on the Hugging Face Hub, with a model card",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Export the newest sound checkpoint, or the one that is named, and put it into a repository of\n"
+        "the Hugging Face Hub, in one commit, with a model card: step, losses, versions, fingerprint of the data,\n"
+        "configuration (secrets hidden), and a picture of the loss. The repository is made, private, where it is\n"
+        "missing. The token comes from HF_TOKEN or from `hf auth login`. HF_ENDPOINT names another Hub.",
+        epilog="exit code: 0 done, 1 the Hub does not answer, 2 there is no sound checkpoint, no access, or bad use",
+    )
+    add_run_arguments(parser, best=True)
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "huggingface"),
+        default="huggingface",
+        help="as of `checkpoints export` (default: huggingface)",
+    )
+    add_publish_arguments(parser)
+    parser.set_defaults(run=run_publish, dtype=None, force=False)
+
+
+def run_publish(args: argparse.Namespace) -> int:
+    address = take_address(args.words)
+    model = _open(args)
+    with output.termination_unwinds(), new_folder() as folder:
+        args.out = folder
+        _, notes = _write(model, args)
+        draw_losses(_run_folder(args, model), folder)
+        write_card(folder, address.rpartition("/")[2], _facts(model), model.config)
+        publish(args, folder, address, f"step {model.step}")
+    if notes:
+        output.write("\n".join(notes) + "\n")
+    return 0
+
+
+def _run_folder(args: argparse.Namespace, model: SavedModel) -> Path:
+    """The folder whose log tells of the run: the one that was named, or that of the checkpoint."""
+    named = Path(args.words[0])
+    return named if named.is_dir() and not _CHECKPOINT_NAME.match(named.name) else model.path.parent.parent
+
+
+def _facts(model: SavedModel) -> dict[str, object]:
+    """What a model card says of a checkpoint."""
+    from speedtronic.checkpoint.manifest import read_manifest
+    from speedtronic.checkpoint.snapshot import read_trees, saved_parts
+    from speedtronic.durable.files import FileSystem
+
+    manifest = read_manifest(FileSystem(), model.path)
+    state = read_trees(FileSystem(), model.path, manifest)
+    samples, tokens = saved_parts(state, "samples", "tokens")
+    return {
+        "step": model.step,
+        "samples": samples,
+        "tokens": tokens,
+        "loss of that step": manifest.loss,
+        "loss on held-out data": manifest.eval_loss,
+        "weights": "averaged (optimizer.ema)" if model.average else "of the step",
+        "data": _fingerprint_in(state["state"].get("data")),
+        "run": manifest.run_id,
+        "saved": manifest.time,
+        "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+    }
+
+
+def _fingerprint_in(tree: object) -> str | None:
+    """The fingerprint of the data in the state of a loader."""
+    if not isinstance(tree, dict):
+        return None
+    own = tree.get("fingerprint")
+    if isinstance(own, str):
+        return f"fingerprint {own}"
+    return next(filter(None, map(_fingerprint_in, tree.values())), None)

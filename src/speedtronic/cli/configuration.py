@@ -29,9 +29,13 @@ def run_validate(args: argparse.Namespace) -> int:
     config, _ = load_from_arguments(args)
     refuse_what_cannot_be_trained(config)
     if config.distributed.enabled:
-        from speedtronic.distributed.stores.open import check_address
+        from speedtronic.distributed.stores.open import check_exchange
 
-        check_address(str(config.distributed.repo_id), config.distributed.store_options)
+        check_exchange(config.distributed)
+    if config.checkpoint.mirror is not None:
+        from speedtronic.distributed.stores.open import MIRROR, check_address
+
+        check_address(config.checkpoint.mirror, config.checkpoint.mirror_options, MIRROR)
     for doubt in doubts(config):
         output.warn(doubt)
     for limit in limits(config):

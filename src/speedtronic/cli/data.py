@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from speedtronic.cli import output
+from speedtronic.errors import DataError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,7 +33,12 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="*",
         metavar="PATH",
-        help="a UTF-8 text file, a .jsonl or .parquet file, or a folder to search",
+        help="a UTF-8 text file, a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, or a folder to search",
+    )
+    parser.add_argument(
+        "--stdin",
+        choices=["text", "jsonl"],
+        help="in place of paths: the standard input, as one text or as lines of JSON",
     )
     parser.add_argument(
         "--source",
@@ -40,34 +48,66 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf",
         metavar="NAME[:CONFIG]",
-        help="in place of paths: a dataset of the Hugging Face hub, or a folder that the `datasets` library can load",
+        help="in place of paths: a dataset of the Hugging Face hub, or a folder that the `datasets` library can load "
+        "or has saved",
     )
     parser.add_argument("--split", default="train", metavar="NAME", help="of that dataset (default: train)")
     parser.add_argument(
         "--text-field",
         default="text",
         metavar="NAME",
-        help="the field of .jsonl and the column of .parquet files and datasets that holds the text (default: text)",
+        help="the field of .jsonl and the column of .parquet files and datasets that holds the text; a field inside "
+        "another is such as meta.text (default: text)",
+    )
+    parser.add_argument(
+        "--bad-lines",
+        choices=["stop", "skip"],
+        default="stop",
+        help="what to do at a line or row that cannot be used: stop and name it, or skip and count it (default: stop)",
     )
     parser.add_argument(
         "--pattern",
         action="append",
         metavar="GLOB",
-        help="file names to take from folders; may be repeated (default: *.txt *.md *.py *.jsonl *.parquet)",
+        help="file names to take from folders; may be repeated (default: *.txt *.md *.py *.jsonl *.jsonl.gz "
+        "*.jsonl.zst *.parquet)",
     )
 
 
 def _inputs(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `prepare` and `train_tokenizer` that say what to read, besides the paths."""
+    from speedtronic.data.prepare.records import TextRecords
     from speedtronic.data.prepare.sources import DEFAULT_PATTERNS
 
     return {
         "source": args.source,
         "hub": args.hf,
         "split": args.split,
-        "text_field": args.text_field,
+        "records": TextRecords(args.text_field),
+        "skip_bad_records": args.bad_lines == "skip",
         "patterns": args.pattern or DEFAULT_PATTERNS,
     }
+
+
+@contextmanager
+def _paths(args: argparse.Namespace, out: Path) -> Iterator[list[str]]:
+    """The paths to read; the standard input is kept in a file beside `out` meanwhile."""
+    from speedtronic.data.prepare.standard_input import kept_in_file
+
+    if args.stdin is None:
+        yield args.paths
+    elif args.paths or args.source or args.hf:
+        raise DataError("name one thing to read: --stdin takes the place of paths, --source and --hf")
+    else:
+        with kept_in_file(sys.stdin.buffer, args.stdin, out) as path:
+            yield [str(path)]
+
+
+def _left_out(count: int, first: Sequence[str]) -> list[tuple[str, str]]:
+    """What to say of records that were left out."""
+    if not count:
+        return []
+    return [("left out, not being usable", "; ".join([output.counted(count, "record"), *first]))]
 
 
 # ---------------------------------------------------------------------- prepare
@@ -78,10 +118,38 @@ def _add_prepare(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "prepare",
         help="write the tokens of text to a folder of shards",
         description="Write the tokens of text to a folder of shards. Each text file, JSON line and row of a table is "
-        "a document. If it is interrupted or killed, the same command continues where it stopped.",
+        "a document; or a prompt with its completion, or a chat, of which only what the model is to write is a target. "
+        "If it is interrupted or killed, the same command continues where it stopped.",
     )
     _add_inputs(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--records",
+        choices=["text", "prompt", "chat"],
+        default="text",
+        help="what each JSON line or row is: a text, a prompt with its completion, or the messages of a chat (default: "
+        "text)",
+    )
+    for field, meaning in (
+        ("prompt", "the prompt"),
+        ("completion", "what follows the prompt"),
+        ("messages", "the messages of a chat"),
+        ("tools", "the tools that the assistant of a chat may call, if it has any"),
+    ):
+        parser.add_argument(
+            f"--{field}-field", default=field, metavar="NAME", help=f"the field with {meaning} (default: {field})"
+        )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a template in Jinja that turns the messages of a chat into text; without it the tokenizer's own",
+    )
+    parser.add_argument(
+        "--preview",
+        type=int,
+        metavar="N",
+        help="write nothing, and show the first N documents as the model will read them, with what is no target dimmed",
+    )
+    parser.add_argument("--out", metavar="DIR", help="the folder to write; needed unless --preview is given")
     parser.add_argument(
         "--tokenizer",
         default="bytes",
@@ -107,18 +175,26 @@ def run_prepare(args: argparse.Namespace) -> int:
     from speedtronic.metrics.console import ConsoleStream
     from speedtronic.metrics.lines import short_bytes
 
+    if args.out is None and args.preview is None:
+        raise DataError("name the folder to write with --out DIR, or look at N documents with --preview N")
     if not ConsoleStream(sys.stderr).isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    what = {**_inputs(args), **_records(args), "tokenizer": args.tokenizer, "seed": args.seed}
+    if args.preview is not None:
+        _show_preview(args, what)
+        return 0
     started = time.monotonic()
     try:
-        with output.termination_unwinds(), closing(output.preparation_progress(time.monotonic)) as progress:
+        with (
+            output.termination_unwinds(),
+            closing(output.preparation_progress(time.monotonic)) as progress,
+            _paths(args, Path(args.out)) as paths,
+        ):
             summary = prepare(
-                args.paths,
+                paths,
                 args.out,
-                **_inputs(args),
-                tokenizer=args.tokenizer,
+                **what,
                 shard_tokens=DEFAULT_SHARD_TOKENS if args.shard_tokens is None else args.shard_tokens,
-                seed=args.seed,
                 force=args.force,
                 processes=args.processes,
                 on_progress=progress.show,
@@ -139,11 +215,51 @@ def run_prepare(args: argparse.Namespace) -> int:
         ("vocabulary", f"{summary.vocab_size:,}"),
         ("time", f"{seconds:.1f} s{rate}"),
     ]
+    if args.records != "text":
+        share = summary.targets / summary.tokens
+        facts.insert(2, ("of them targets", f"{summary.targets:,} ({share:.0%})"))
+    facts += _left_out(summary.bad_records, summary.first_bad_records)
     if summary.skipped:
         facts.append(("left out, not being UTF-8 text", output.counted(summary.skipped, "file")))
     configuration = f"data.shards: {summary.folder}, model.vocab_size: {summary.vocab_size} or more"
     output.write_facts([*facts, ("in a configuration", configuration)])
     return 0
+
+
+def _records(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `prepare` that say what the records are, where they are no texts."""
+    from speedtronic.data.prepare.records import ChatRecords, PromptRecords
+    from speedtronic.data.prepare.sources import RECORD_PATTERNS
+
+    if args.chat_template is not None and args.records != "chat":
+        raise DataError("--chat-template is for chats: add --records chat")
+    if args.records == "text":
+        return {}
+    patterns = args.pattern or RECORD_PATTERNS
+    if args.records == "prompt":
+        return {"records": PromptRecords(args.prompt_field, args.completion_field), "patterns": patterns}
+    from speedtronic.data.prepare.chat_template import load_chat_template
+
+    template = load_chat_template(args.tokenizer, args.chat_template)
+    return {"records": ChatRecords(template, args.messages_field, args.tools_field), "patterns": patterns}
+
+
+def _show_preview(args: argparse.Namespace, what: dict[str, Any]) -> None:
+    from speedtronic.data.prepare.preview import preview
+
+    if args.preview < 1:
+        raise DataError(f"--preview shows at least 1 document, not {args.preview}")
+    with _paths(args, Path(tempfile.gettempdir(), "preview")) as paths:
+        for number, parts in enumerate(preview(paths, args.preview, **what), 1):
+            output.write(f"--- document {number}\n")
+            shown = [("".join(map(_visible, text)), target) for text, target in parts]
+            # On a terminal the rest is dim. Elsewhere what the model learns stands in marks.
+            if sys.stdout.isatty():
+                output.write_dimmed(shown)
+            elif args.records == "text":
+                output.write("".join(text for text, _ in shown) + "\n")
+            else:
+                output.write("".join(f"{{+{text}+}}" if target else text for text, target in shown) + "\n")
 
 
 # ---------------------------------------------------------------------- inspect
@@ -172,6 +288,8 @@ def run_inspect(args: argparse.Namespace) -> int:
         ("tokens", f"{shards.tokens:,}"),
         ("documents", f"{shards.documents:,}"),
     ]
+    if shards.has_targets and "targets" in shards.source:
+        facts.insert(2, ("of them targets", f"{shards.source['targets']:,}"))
     if shards.documents:
         lengths = np.concatenate(list(shards.document_lengths()))
         shortest, median, longest = int(lengths.min()), float(np.median(lengths)), int(lengths.max())
@@ -224,20 +342,22 @@ def run_train_tokenizer(args: argparse.Namespace) -> int:
     from speedtronic.data.prepare.train_tokenizer import train_tokenizer
     from speedtronic.metrics.lines import short_bytes
 
-    trained = train_tokenizer(
-        args.paths,
-        args.out,
-        vocab_size=args.vocab_size,
-        **_inputs(args),
-        force=args.force,
-        progress=sys.stderr.isatty(),
-    )
+    with _paths(args, Path(args.out)) as paths:
+        trained = train_tokenizer(
+            paths,
+            args.out,
+            vocab_size=args.vocab_size,
+            **_inputs(args),
+            force=args.force,
+            progress=sys.stderr.isatty(),
+        )
     output.write_facts(
         [
             ("vocabulary", f"{trained.vocab_size:,}"),
             ("bytes per token", f"{trained.bytes_per_token:.2f} (first MB of the text)"),
             ("text", short_bytes(trained.text_bytes)),
             ("file", str(trained.path)),
+            *_left_out(len(trained.left_out), trained.left_out[:3]),
         ]
     )
     if trained.vocab_size < args.vocab_size:

@@ -1,4 +1,4 @@
-"""`speedtronic diloco master | status | pull`: training over a store that all nodes share."""
+"""`speedtronic diloco master | status | pull | publish | cost`: training over a store that all nodes share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from speedtronic.cli import output
 from speedtronic.cli.arguments import load_config_of_run, split_words
+from speedtronic.cli.diloco_cost import add_cost_parser
 from speedtronic.cli.diloco_master import add_master_parser
 from speedtronic.cli.output import printable
+from speedtronic.cli.publishing import add_publish_arguments, new_folder, publish, take_address, write_card
 from speedtronic.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,6 +88,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_master_parser(actions)
     _add_status(actions)
     _add_pull(actions)
+    _add_publish(actions)
+    add_cost_parser(actions)
 
 
 # ---------------------------------------------------------------------- the store to look at
@@ -289,3 +293,67 @@ def run_pull(args: argparse.Namespace) -> int:
         size = short_bytes(manifest.weights.size)
         output.write(f"pulled: {target(args.out)}: version {manifest.version} of {store.url}, {size}\n")
     return 0
+
+
+# ---------------------------------------------------------------------- publish
+
+
+def _add_publish(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "publish",
+        help="put the global weights on the Hugging Face Hub, with a model card",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Fetch the global weights as `pull` does, and put them into a repository of the Hugging Face Hub,\n"
+        "in one commit, with a model card: version, nodes, steps and tokens that the weights contain. The repository\n"
+        "is made, private, where it is missing. The token comes from HF_TOKEN or from `hf auth login`. With --every,\n"
+        "each newer version that is there after so many minutes follows, until Ctrl-C: the Hub refuses more than\n"
+        "about 128 commits an hour.",
+        epilog="exit code: 0 done, 1 the store or the Hub does not answer, 2 there is no such version, no access, or "
+        "bad use",
+    )
+    _add_store(parser)
+    parser.add_argument("--version", type=int, metavar="N", help="of the weights (default: the newest)")
+    parser.add_argument("--every", type=float, metavar="MINUTES", help="publish again after so many minutes")
+    add_publish_arguments(parser)
+    parser.set_defaults(run=run_publish)
+
+
+_sleep = time.sleep
+
+
+def run_publish(args: argparse.Namespace) -> int:
+    if args.every is not None and (args.version is not None or not args.every >= 1):
+        raise ConfigError("--every takes at least 1 minute, and goes without --version")
+    address = take_address(args.words)
+    from speedtronic.distributed.requests import perform
+    from speedtronic.distributed.status import newest_manifest
+
+    with output.termination_unwinds(), _opened_store(args) as store:
+        published = _publish_version(args, store, address)
+        while args.every is not None:
+            _sleep(60 * args.every)
+            if perform(newest_manifest(store.url), store).version > published:
+                published = _publish_version(args, store, address)
+    return 0
+
+
+def _publish_version(args: argparse.Namespace, store: Store, address: str) -> int:
+    """Publish a version, and return its number."""
+    from speedtronic.distributed.pull import pull
+
+    with new_folder() as folder:
+        manifest = pull(store, folder, version=args.version)
+        nodes = manifest.nodes.values()
+        facts = {
+            "version of the global weights": manifest.version,
+            "made": manifest.time,
+            "rounds": f"{manifest.rounds:.4g}",
+            "nodes": len(manifest.nodes),
+            "steps of all nodes": sum(mark.position.step for mark in nodes),
+            "tokens of all nodes": sum(mark.position.tokens for mark in nodes),
+            "outer optimizer": manifest.outer.name,
+            "schema of the model": manifest.schema_id,
+        }
+        write_card(folder, address.rpartition("/")[2], facts, None)
+        publish(args, folder, address, f"version {manifest.version}")
+    return manifest.version

@@ -133,9 +133,7 @@ def _build_evaluations(
     from speedtronic.runtime import build_evaluator_on_cpu
 
     at_end = at_end and config.eval.at_end
-    data = config.data
-    has_source = data.dataset is not None or data.shards is not None or data.text_path is not None or data.synthetic
-    if not has_source or (config.eval.every_steps is None and not at_end):
+    if config.data.source is None or (config.eval.every_steps is None and not at_end):
         return None
     try:
         evaluator = build_evaluator_on_cpu(config, logger)

@@ -311,6 +311,8 @@ def look_at_config(config: SpeedtronicConfig) -> Iterator[Finding]:
     for key, value in (
         ("data.shards", config.data.shards),
         ("data.text_path", config.data.text_path),
+        ("data.chat", config.data.chat),
+        *(("data.mixture", folder) for folder in config.data.mixture or ()),
         ("run.init_from", config.run.init_from),
     ):
         if value is not None and not Path(value).exists():

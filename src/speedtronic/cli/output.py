@@ -146,12 +146,19 @@ def write_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     _write_rendered(table)
 
 
-def _write_rendered(table: RenderableType) -> None:
+def write_dimmed(pieces: Iterable[tuple[str, bool]]) -> None:
+    """Write pieces of a text to a terminal, those dimmed that are not flagged. Raises as `write` does."""
+    from rich.text import Text
+
+    _write_rendered(Text.assemble(*((text, "" if flagged else "dim") for text, flagged in pieces)))
+
+
+def _write_rendered(rendered: RenderableType) -> None:
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
     with console.capture() as captured:  # so that a failure to write is ours to report
-        console.print(table)
+        console.print(rendered)
     write(captured.get())
 
 

@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="train a model from a configuration file",
         description="Train a model from a configuration file. Ctrl-C finishes the step and saves a checkpoint. A "
         "folder holds one run: where there is one, say --resume or --overwrite. Without run.output_dir the folder is "
-        "runs/NAME.",
+        "runs/NAME. Under torchrun its processes train one model together.",
     )
     add_config_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the newest sound checkpoint")
@@ -65,18 +65,24 @@ def run(args: argparse.Namespace) -> int:
     from speedtronic.config.checks import refuse_what_cannot_be_trained
     from speedtronic.config.run_folder import run_folder
     from speedtronic.durable.lock import RunLock
+    from speedtronic.parallel.launch import launched
 
     refuse_what_cannot_be_trained(config)
+    launch = launched() if config.parallel.strategy != "none" else None
+    leads = launch is None or launch.rank == 0
     if args.dry_run:
+        if launch is not None:
+            raise ConfigError("--dry-run measures one process: start it without torchrun")
         from speedtronic.cli.dry_run import dry_run
         from speedtronic.runtime import import_plugins
 
         import_plugins(config.plugins, plugins_folder)
-        return dry_run(config, resume=args.resume or config.checkpoint.resume)
+        return dry_run(config, resume=args.resume or bool(config.checkpoint.resume))
     folder = run_folder(config)
-    with RunLock(folder) if folder is not None else nullcontext():
+    # Of several ranks, rank 0 holds the folder, and looks what is in it. It never meets the others if it refuses.
+    with RunLock(folder) if folder is not None and leads else nullcontext():
         former = None
-        if folder is not None and not args.resume and (args.overwrite or not config.checkpoint.resume):
+        if folder is not None and leads and not args.resume and (args.overwrite or not config.checkpoint.resume):
             former = find_former_run(config, folder)
         if former is not None and not args.overwrite:
             raise RunFolderError(
@@ -92,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
             output.write(f"the run in {config.run.output_dir} was moved to {set_aside(former)}\n")
         result = train_from_config(config, resume=args.resume, profile_steps=args.profile)
 
+    if result.interrupted_by is not None and not leads:
+        return 128 + result.interrupted_by
     if result.interrupted_by is not None:
         how = f"to continue: {shlex.join(_continue_command(args))}"
         if not config.checkpoint.enabled:

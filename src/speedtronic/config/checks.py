@@ -19,6 +19,9 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
     "distributed.outer": ("sparse_loco",),
     "distributed.trusted_nodes": (),
     "distributed.robust": (),
+    "parallel.strategy": ("fsdp",),
+    "parallel.shard_within_node": (),
+    "parallel.cpu_offload": (),
     "precision.mode": ("fp8",),
 }
 """Keys whose part is still to come, with the values that need it; without values, all but the default need it."""
@@ -142,7 +145,7 @@ def _wrong_sources(config: SpeedtronicConfig) -> Iterator[str]:
     data = config.data
     if data.dataset is not None:
         return  # its factory decides
-    if data.shards is None and data.text_path is None and not data.synthetic:
+    if data.source is None:
         yield NO_SOURCE
     if data.labels == "unshifted":
         yield LABELS_ARE_ALIGNED
@@ -151,7 +154,7 @@ def _wrong_sources(config: SpeedtronicConfig) -> Iterator[str]:
             "loss: mse compares numbers, and the labels of text, shards and synthetic data are token ids; leave it "
             "out, or give data.dataset"
         )
-    if data.synthetic and data.shards is None and data.text_path is None:
+    if data.source == "synthetic":
         yield from _too_little_synthetic(data)
     if not data.validation_fraction and (problem := needs_held_out_data(config)) is not None:
         yield problem

@@ -47,6 +47,8 @@ mapping for a section replaces the keys that it names and keeps the others of th
 speedtronic train FILE optimizer.lr=3e-4 model.extra.width=2 max_steps=100
 ```
 
+A path that begins with `~` lies in the home folder.
+
 **From Python**, `load_config` takes a path, text, a mapping or a `SpeedtronicConfig`. Edit a configuration by
 attribute (`config.run.max_steps = 20`). `config.validate()` checks it again, and updates the keys that follow
 others, unless they were given.
@@ -60,7 +62,8 @@ others, unless they were given.
 
 **Secrets** belong in the environment. Wherever a configuration is shown or saved, `<redacted>` replaces
 `distributed.token`, the values of keys such as `password` or `api_key` in `model.extra`, and each of
-`distributed.store_options` except endpoint, endpoint_url, region, profile, use_ssl and anon. The user and password
+`distributed.store_options` and `checkpoint.mirror_options` except endpoint, endpoint_url, region, profile, account,
+use_ssl, anon, addressing_style, checksum, part_size and commits_an_hour. The user and password
 are removed from addresses. `<redacted>` is read as null.
 
 **In an editor**: write the output of `speedtronic schema` to `speedtronic.schema.json` and put this on the

@@ -26,6 +26,7 @@ from speedtronic.config.sections import (
     LossName,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     PrecisionConfig,
     RunConfig,
     SchedulerConfig,
@@ -66,6 +67,7 @@ class SpeedtronicConfig(Section):
         default_factory=ShapeValidationConfig, description="Warnings about slow shapes."
     )
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="DumbDiLoCo.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Several devices, one process each.")
     loss: LossName | None = Field(
         default=None,
         description="How the model's output becomes a loss: cross_entropy or mse with the labels of the batch "
@@ -141,7 +143,7 @@ class SpeedtronicConfig(Section):
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro batches in one optimizer update."""
+        """Micro batches in one optimizer update, of all ranks together."""
         return self.data.target_batch_size // self.data.micro_batch_size
 
     @classmethod

@@ -27,9 +27,10 @@ _CREDENTIAL = re.compile(
 )
 
 # A store may need any option at all. Only these are known to hold no secret, so all others are hidden.
-_OPTIONS_OF_A_STORE = "store_options"
+_OPTIONS_OF_A_STORE = {"store_options", "mirror_options"}
 _HARMLESS_OPTIONS = {
-    *("endpoint", "endpoint_url", "region", "profile", "project", "use_ssl", "anon", "addressing_style"),
+    *("endpoint", "endpoint_url", "region", "profile", "account", "use_ssl", "anon", "addressing_style", "checksum"),
+    *("part_size", "commits_an_hour"),
 }
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
@@ -51,7 +52,9 @@ def _grants_access(words: list[str]) -> bool:
 def may_be_shown(path: tuple[str | int, ...]) -> bool:
     """Whether an error about the value at a path of the configuration may repeat that value."""
     if path[0] == "distributed":
-        return len(path) == 2 and path[1] not in {"token", "repo_id", "worker_repo_id", _OPTIONS_OF_A_STORE}
+        return len(path) == 2 and path[1] not in {"token", "repo_id", "worker_repo_id", *_OPTIONS_OF_A_STORE}
+    if path[0] == "checkpoint":
+        return len(path) == 2 and path[1] not in {"mirror", *_OPTIONS_OF_A_STORE}
     # A key such as `my_token` may hold a secret. An error can do without its value, a configuration cannot.
     key = str(path[-1])
     return not is_secret(key) and _TOKEN_OR_KEY.search(key.lower()) is None
@@ -72,7 +75,7 @@ def redacted(value: Any) -> Any:
 
 def redacted_under(key: str, value: Any) -> Any:
     """What `redacted` makes of a value under a key."""
-    if key == _OPTIONS_OF_A_STORE and isinstance(value, dict):
+    if key in _OPTIONS_OF_A_STORE and isinstance(value, dict):
         return {name: _redacted_option(name, item) for name, item in value.items()}
     if is_secret(key):
         return _hidden(value)

@@ -106,7 +106,14 @@ def _alignment(value: object) -> object:
 
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
-PathText = Annotated[str, BeforeValidator(_as_text), Field(min_length=1), AfterValidator(_writable)]
+# A shell expands the `~` of no `key=~/path`, and a file has no shell.
+PathText = Annotated[
+    str,
+    BeforeValidator(_as_text),
+    Field(min_length=1),
+    AfterValidator(_writable),
+    AfterValidator(os.path.expanduser),
+]
 # No real run reaches these bounds. PyTorch, or a float, cannot hold numbers beyond them.
 _LARGEST_SIZE = 2**31 - 1
 _MOST_PROCESSORS = 4096
@@ -364,12 +371,27 @@ class DataConfig(Section):
         "Dataset, an IterableDataset, or a pair (training, validation).",
     )
     shards: PathText | None = Field(default=None, description="Folder written by `speedtronic data prepare`.")
+    chat: PathText | None = Field(
+        default=None,
+        description="File of chats, .jsonl or .parquet, each with `messages`; the chat template of tokenizer makes a "
+        "document of each, of which the assistant's tokens are targets.",
+    )
+    mixture: dict[PathText, PositiveFloat] | None = Field(
+        default=None,
+        description="Several such folders, each with its weight: how often its samples come, in any unit.",
+    )
+    packing: Literal["concat", "best_fit"] = Field(
+        default="concat",
+        description="How the documents of shards fill the training sequences: one behind the other, cut where a "
+        "sequence ends; or whole documents where they fit best, with padding behind them.",
+    )
     synthetic: bool = Field(default=True, description="Use random tokens if no other source is named.")
     num_tokens: Count = Field(default=100_000, description="Synthetic tokens in an epoch.")
     tokenizer: PathText = Field(
         default="bytes",
-        description="Of text_path: bytes, chars (the characters of the text), or the path of a tokenizer file. Beside "
-        "dataset, a tokenizer file says what the ids mean: checkpoints keep it, for generate.",
+        description="Of text_path: bytes, chars (the characters of the text), or the path of a tokenizer file. Of "
+        "chat: the path of one with a chat template. Beside dataset, a tokenizer file says what the ids mean: "
+        "checkpoints keep it, for generate.",
     )
     vocab_size: Size | None = Field(default=None, description="Token ids in use. Null: model.vocab_size.")
     block_size: Size | None = Field(
@@ -422,17 +444,44 @@ class DataConfig(Section):
                 "target_batch_size",
                 f"{target} must be a multiple of data.micro_batch_size ({micro}), such as {remedy}",
             )
-        if values.get("text_path") is not None and values.get("shards") is not None:
-            yield "shards", "name one source of data, not both data.text_path and data.shards"
+        named = [key for key in ("text_path", "shards", "mixture", "chat") if values.get(key) is not None]
+        if len(named) > 1:
+            yield named[1], f"name one source of data, not both data.{named[0]} and data.{named[1]}"
+        if values.get("mixture") == {}:
+            yield "mixture", "names no folder; leave it out, or give folders with their weights"
         tokenizer = values.get("tokenizer", "bytes")
-        if tokenizer != "bytes" and values.get("text_path", "wrong already") is None:
+        if values.get("chat") is not None and tokenizer in ("bytes", "chars"):
+            yield "chat", "needs data.tokenizer, a tokenizer with a chat template; other chats go through data prepare"
+        no_text = values.get("text_path", "wrong already") is None and values.get("chat", "wrong already") is None
+        if tokenizer != "bytes" and no_text:
             if values.get("dataset", "wrong already") is None:
-                reason = "shards have their own" if values.get("shards") else "there is no text to encode"
+                prepared = values.get("shards") or values.get("mixture")
+                reason = "shards have their own" if prepared else "there is no text to encode"
                 yield "tokenizer", f"is for data.text_path; {reason}, so leave it out"
             elif tokenizer == "chars":
                 yield "tokenizer", "chars are those of data.text_path; beside data.dataset, name a tokenizer file"
-        if values.get("document_mask") and (values.get("shards") is None or values.get("dataset") is not None):
+        has_documents = values.get("dataset") is None and any(
+            values.get(key) is not None for key in ("shards", "mixture", "chat")
+        )
+        if values.get("document_mask") and not has_documents:
             yield "document_mask", "needs data.shards: no other source of data knows where documents start"
+        if values.get("packing") == "best_fit" and not has_documents:
+            yield "packing", "best_fit needs data.shards: no other source of data knows where documents start"
+
+    @property
+    def source(self) -> Literal["dataset", "shards", "text_path", "mixture", "chat", "synthetic"] | None:
+        """The key that says where the data comes from; None if none does."""
+        if self.dataset is not None:
+            return "dataset"
+        if self.shards is not None:
+            return "shards"
+        if self.text_path is not None:
+            return "text_path"
+        if self.mixture is not None:
+            return "mixture"
+        if self.chat is not None:
+            return "chat"
+        return "synthetic" if self.synthetic else None
 
 
 class ParameterGroup(BaseModel):
@@ -651,7 +700,19 @@ class CheckpointConfig(Section):
         "step count.",
     )
     background: bool = Field(default=True, description="Write in the background, from a snapshot.")
-    resume: bool = Field(default=False, description="Continue from the newest sound checkpoint.")
+    resume: bool | Literal["auto"] = Field(
+        default=False,
+        description="Continue from the newest sound checkpoint. auto: start anew without a warning where there is none "
+        "yet, for launchers that start a run again by themselves.",
+    )
+    mirror: Text | None = Field(
+        default=None,
+        description="A store for copies of the checkpoints: dir:///path, s3://bucket/prefix, …, one for each run. A "
+        "resumed run that finds an empty disk continues from there.",
+    )
+    mirror_options: PlainMapping = Field(
+        default={}, description="Free keys, passed to the store of mirror: endpoint, profile, region, …"
+    )
 
 
 # The numbers of the event `train_step`; those that it has of an interval too are shown of the interval.
@@ -672,6 +733,7 @@ StepField = Literal[
     "gpu_busy_percent",
     "eta_s",
     "mfu",
+    "losses",
 ]
 
 
@@ -890,12 +952,13 @@ class DistributedConfig(Section):
     )
     repo_id: Text | None = Field(
         default=None,
-        description="The store: dir:///path, s3://bucket/prefix, …; needed when enabled.",
+        description="The store: dir:///path, s3://bucket/prefix, hf://buckets/namespace/bucket, az://container, "
+        "gs://bucket; needed when enabled.",
     )
     worker_repo_id: Text | None = Field(default=None, description="Store of this worker's own uploads. Null: repo_id.")
     token: Annotated[Token | None, BeforeValidator(_not_redacted)] = Field(
         default=None,
-        description="Access token of the store. Better set it in the environment. Never shown or saved.",
+        description="A token is refused: credentials of stores come from the environment. Never shown or saved.",
     )
     store_options: PlainMapping = Field(
         default={}, description="Free keys, passed to the store: endpoint, profile, region, …"
@@ -975,4 +1038,29 @@ class CompileOptions(Section):
     regional: bool = Field(
         default=False,
         description="Compile the blocks that the model repeats, once for all of them, instead of the whole model.",
+    )
+
+
+class ParallelConfig(Section):
+    """How the processes that torchrun starts train one model."""
+
+    section_name: ClassVar[str] = "parallel"
+
+    strategy: Literal["auto", "ddp", "fsdp", "none"] = Field(
+        default="auto",
+        description="ddp: each process has the whole model, on its own device, and a part of each update. auto is ddp. "
+        "none: each process trains on its own, whatever its launcher says.",
+    )
+    shard_within_node: bool = Field(default=False, description="With fsdp: shard within a machine only.")
+    cpu_offload: bool = Field(default=False, description="With fsdp: keep the shards in the memory of the host.")
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None, description="Arithmetic in which gradients are summed over the ranks; null is their own."
+    )
+    find_unused_parameters: bool = Field(
+        default=False,
+        description="Accepted for those who know it from elsewhere. Weights that some ranks do not use in an update "
+        "are found without it.",
+    )
+    timeout: PositiveFloat = Field(
+        default=600.0, description="Seconds that ranks wait for one that does not come. Then they name it and end."
     )

@@ -14,7 +14,7 @@ HOMES = {
     **dict.fromkeys(("name", "seed", "device", "max_steps", "output_dir", "log_every"), "run"),
     **dict.fromkeys(("muon_plus", "cautious"), "optimizer"),
 }
-NAMED_BY_TEXT = {"optimizer": "name", "precision": "mode"}
+NAMED_BY_TEXT = {"optimizer": "name", "parallel": "strategy", "precision": "mode"}
 
 
 def full_path(path: Path) -> Path:

@@ -12,9 +12,19 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from speedtronic.config import DataConfig, SpeedtronicConfig
 from speedtronic.config.checks import BUILT_IN_MODELS, LABELS_ARE_ALIGNED, NO_SOURCE, beyond_the_model
 from speedtronic.data.loading.collate import CollateForModel, collate_batch
-from speedtronic.data.loading.datasets import ShardDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
+from speedtronic.data.loading.datasets import (
+    PackedDataset,
+    ShardDataset,
+    SyntheticTokenDataset,
+    TextFileTokenDataset,
+    TokenDataset,
+)
 from speedtronic.data.loading.iterable_loader import StreamLoader
 from speedtronic.data.loading.loader import Collate, TokenLoader
+from speedtronic.data.loading.mixture import JoinedDataset, MixtureDataset
+from speedtronic.data.prepare.chat_template import load_chat_template
+from speedtronic.data.prepare.records import ChatRecords
+from speedtronic.data.prepare.text_cache import cached_tokens
 from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import check_text_file, read_text
 from speedtronic.data.tokenizers.base import Tokenizer
@@ -32,7 +42,8 @@ class TrainingData:
 
     Attributes:
         train: batches without end, epoch after epoch.
-        validation: the held-out part, sequential and complete on every rank; None when nothing is held out.
+        validation: the held-out part, sequential and complete; or a rank's part of it, where the ranks measure
+            together. None when nothing is held out.
         tokenizer: turns the data's ids into text; None where the data has no text.
     """
 
@@ -55,6 +66,7 @@ def build_data(
     rank: int = 0,
     world_size: int = 1,
     order_seed: int | None = None,
+    in_step: int = 1,
     warn: Callable[[str], None] = warn,
 ) -> TrainingData:
     """The training and validation loaders of a configuration.
@@ -65,6 +77,8 @@ def build_data(
         pin_memory: what `data.pin_memory: null` means on the device of this run.
         rank, world_size: this reader's number, and how many readers share the training part.
         order_seed: the seed of the training part's order and of its samples' randomness; `data.seed` without it.
+        in_step: how many of the readers are ranks that train one model together, from a multiple of it on. They divide
+            what is held out, unless `eval.metrics` need all of it in one place.
         warn: told where the data cannot be kept in the cache.
 
     Raises:
@@ -86,6 +100,7 @@ def build_data(
         seed=seed if order_seed is None else order_seed,
         rank=rank,
         world_size=world_size,
+        in_step=in_step,
         collate=collate,
         pin_memory=pin_memory,
     )
@@ -97,8 +112,7 @@ def build_data(
             shuffle=False,
             drop_last=False,
             seed=seed,
-            rank=0,
-            world_size=1,
+            **_division_of_held_out(config, rank, in_step),
             collate=collate,
             pin_memory=pin_memory,
         )
@@ -111,15 +125,18 @@ def build_set(
     tokenizer: Tokenizer | None,
     *,
     pin_memory: bool,
+    rank: int = 0,
+    in_step: int = 1,
     warn: Callable[[str], None] = warn,
 ) -> tuple[Loader, Tokenizer | None]:
-    """The loader of one of `eval.sets`: sequential, with every sample, and complete on every rank.
+    """The loader of one of `eval.sets`: sequential, with every sample.
 
     Args:
         config: a resolved configuration.
         name: of the set.
         tokenizer: that of the training data, with which a text is encoded.
         pin_memory: what `data.pin_memory: null` means on the device of this run.
+        rank, in_step: as for `build_data`, which divides the set alike.
         warn: told where the data cannot be kept in the cache.
 
     Returns:
@@ -132,7 +149,8 @@ def build_set(
     """
     section = config.eval.sets[name]
     given = {key: value for key, value in section if value is not None}
-    where = {"text_path": None, "shards": None, "dataset": None, "document_mask": False, "validation_fraction": 0.0}
+    sources = dict.fromkeys(("text_path", "shards", "mixture", "chat", "dataset"))
+    where = {**sources, "document_mask": False, "validation_fraction": 0.0}
     data = config.data.model_copy(update={**where, **given})
     settings = config.model_copy(update={"data": data})
     if problems := list(beyond_the_model(settings)):
@@ -165,8 +183,7 @@ def build_set(
         shuffle=False,
         drop_last=False,
         seed=_resolved(data.seed, "seed"),
-        rank=0,
-        world_size=1,
+        **_division_of_held_out(config, rank, in_step),
         collate=_collate(settings),
         pin_memory=pin_memory,
     )
@@ -228,6 +245,11 @@ def open_tokenizer(data: DataConfig) -> Tokenizer | None:
         tokenizer, origin = None if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer), data.tokenizer
     elif data.shards is not None:
         tokenizer, origin = ShardSet(data.shards).tokenizer, data.shards
+    elif data.chat is not None:
+        tokenizer, origin = load_tokenizer(data.tokenizer), data.tokenizer
+    elif data.mixture is not None:
+        origin = next(iter(data.mixture))
+        tokenizer = ShardSet(origin).tokenizer
     elif data.text_path is not None:
         tokenizer, origin = _tokenizer_of_text(data, Path(data.text_path)), data.text_path
     else:
@@ -255,6 +277,7 @@ def _loader(
     world_size: int,
     collate: Collate,
     pin_memory: bool,
+    in_step: int = 1,
 ) -> Loader:
     options: dict[str, Any] = {
         "seed": seed,
@@ -265,12 +288,19 @@ def _loader(
         "collate": collate,
         "rank": rank,
         "world_size": world_size,
+        "in_step": in_step,
     }
     if not isinstance(dataset, IterableDataset):
         return TokenLoader(dataset, data.micro_batch_size, shuffle=shuffle, **options)
     if shuffle:
         raise ConfigError("data.shuffle: an IterableDataset sets its own order; leave this false")
     return StreamLoader(dataset, data.micro_batch_size, **options)
+
+
+def _division_of_held_out(config: SpeedtronicConfig, rank: int, in_step: int) -> dict[str, int]:
+    """How ranks in step share what is held out. A metric of a user's own must see all of it in one process."""
+    ranks = 1 if config.eval.metrics else in_step
+    return {"rank": rank % ranks, "world_size": ranks, "in_step": ranks}
 
 
 def _resolved(value: int | None, key: str) -> int:
@@ -289,9 +319,16 @@ def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None, warn: Cal
     block_size = _resolved(data.block_size, "block_size")
     vocab_size = _resolved(data.vocab_size, "vocab_size")
     if data.shards is not None:
-        dataset = ShardDataset(data.shards, block_size, data.document_mask)
-        _check_vocabulary(dataset.shards.tokenizer, data.shards, vocab_size)
+        dataset = _documents(ShardSet(data.shards), data)
         return _Source(dataset, tokenizer=dataset.shards.tokenizer)
+    if data.chat is not None:
+        records = ChatRecords(load_chat_template(data.tokenizer))
+        dataset = _documents(
+            cached_tokens(Path(data.chat), load_tokenizer(data.tokenizer), chats=records, warn=warn), data
+        )
+        return _Source(dataset, tokenizer=dataset.shards.tokenizer)
+    if data.mixture is not None:
+        return _mixture(data, data.mixture)
     if data.text_path is not None:
         path = Path(data.text_path)
         check_text_file(path)
@@ -307,6 +344,37 @@ def _open_source(data: DataConfig, tokenizer: Tokenizer | None = None, warn: Cal
         samples = data.num_tokens // block_size
         return _Source(SyntheticTokenDataset(samples, block_size, vocab_size, _resolved(data.seed, "seed")))
     raise ConfigError(NO_SOURCE)
+
+
+def _documents(shards: ShardSet, data: DataConfig) -> ShardDataset | PackedDataset:
+    """The samples of a prepared folder."""
+    kind = PackedDataset if data.packing == "best_fit" else ShardDataset
+    dataset = kind(shards, _resolved(data.block_size, "block_size"), data.document_mask)
+    _check_vocabulary(shards.tokenizer, str(data.chat or shards.folder), _resolved(data.vocab_size, "vocab_size"))
+    return dataset
+
+
+def _mixture(data: DataConfig, weights: Mapping[str, float]) -> _Source:
+    """Prepared folders, mixed by weights. What is held out is the end of each, so that no sample of it is repeated."""
+    datasets = {folder: _documents(ShardSet(folder), data) for folder in weights}
+    tokenizers = {folder: dataset.shards.tokenizer for folder, dataset in datasets.items()}
+    (first, tokenizer), *others = tokenizers.items()
+    for folder, other in others:
+        if other.spec() != tokenizer.spec():
+            raise DataError(
+                f"data.mixture: {folder} was made with another tokenizer than {first}, so the same id means different "
+                "text in them; prepare one of them again"
+            )
+    train: dict[str, TokenDataset] = {}
+    held_out: list[TokenDataset] = []
+    for folder, dataset in datasets.items():
+        part = _hold_out(_Source(dataset), data)
+        assert isinstance(part.train, TokenDataset), "as the whole is"
+        train[folder] = part.train
+        if isinstance(part.validation, TokenDataset):
+            held_out.append(part.validation)
+    mixed = MixtureDataset(train, weights, _resolved(data.seed, "seed"))
+    return _Source(mixed, JoinedDataset(held_out) if held_out else None, tokenizer)
 
 
 def _tokenizer_of_text(data: DataConfig, path: Path) -> Tokenizer:
@@ -337,8 +405,9 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
     # Check what it returned.
     train, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for part in (train,) if validation is None else (train, validation):
-        # A class has the methods of its instances, and a tuple would be a dataset of its members.
+        # A class has the methods of its instances, and a tuple, or a list of datasets, would be one of its members.
         wrong = isinstance(part, type | tuple | Mapping | str | bytes)
+        wrong = wrong or (isinstance(part, list) and any(isinstance(member, Dataset) for member in part))
         indexable = hasattr(part, "__getitem__") and hasattr(part, "__len__") and not wrong
         if not (indexable or isinstance(part, IterableDataset)):
             found = f"the class {part.__name__}" if isinstance(part, type) else type(part).__name__
@@ -360,7 +429,7 @@ def _from_factory(name: str, data: DataConfig) -> _Source:
 def _hold_out(source: _Source, data: DataConfig) -> _Source:
     if data.labels == "unshifted" and any(isinstance(part, TokenDataset) for part in (source.train, source.validation)):
         raise ConfigError(LABELS_ARE_ALIGNED)
-    if not data.validation_fraction:
+    if not data.validation_fraction or isinstance(source.train, MixtureDataset):  # its parts have been divided
         return source
     if source.validation is not None:
         raise ConfigError("data.validation_fraction: data.dataset already has a validation part; leave this at 0")

@@ -20,10 +20,13 @@ from speedtronic.data.shards import (
     INDEX,
     POSITION_DTYPE,
     READ_AT_ONCE,
+    TARGET_DTYPE,
+    TARGETS_MAGIC,
     TOKEN_DTYPES,
     TOKENIZER_SPEC,
     TOKENS_MAGIC,
     VERSION,
+    VERSION_WITH_TARGETS,
     Shard,
     ShardIndex,
     file_size,
@@ -98,6 +101,7 @@ class ShardFiles:
         folder: where the files are; nobody else writes there.
         tokenizer: the tokenizer of the ids.
         shard_tokens: the most tokens in one shard.
+        with_targets: whether it is told which tokens are targets of training; else all are.
         state: what `state_dict` returned; None to start.
 
     Raises:
@@ -111,6 +115,7 @@ class ShardFiles:
         *,
         tokenizer: Tokenizer,
         shard_tokens: int = DEFAULT_SHARD_TOKENS,
+        with_targets: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         if shard_tokens < 1:
@@ -121,10 +126,11 @@ class ShardFiles:
         self._tokenizer = tokenizer
         self._vocab_size = tokenizer.vocab_size
         self._shard_tokens = shard_tokens
+        self._with_targets = with_targets
         self._dtype_name: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
         self._dtype = TOKEN_DTYPES[self._dtype_name]
         self._shards: list[Shard] = []
-        self._open: tuple[_ArrayFile, _ArrayFile] | None = None
+        self._open: list[_ArrayFile] = []  # the tokens, the ends of documents, maybe the targets
         if state is not None:
             self._restore(state)
 
@@ -132,9 +138,9 @@ class ShardFiles:
         self.tokens, self.documents = state["tokens"], state["documents"]
         self._shards = [Shard(**shard) for shard in state["shards"]]
         for shard in self._shards:
-            _check_length(self._folder / shard.file, self._dtype, shard.tokens)
-            _check_length(self._folder / shard.documents_file, POSITION_DTYPE, shard.documents)
-        kept = {name for shard in self._shards for name in (shard.file, shard.documents_file)}
+            for name, _, dtype, entries, _ in shard.files(self._dtype):
+                _check_length(self._folder / name, dtype, entries)
+        kept = {name for shard in self._shards for name, *_ in shard.files(self._dtype)}
         if state["open"] is not None:
             self._open = self._open_shard(*state["open"])
             kept.update(file.name for file in self._open)
@@ -145,21 +151,22 @@ class ShardFiles:
 
     def state_dict(self) -> dict[str, Any]:
         """Put all that was appended on the disk; returns a JSON-able description of it."""
-        for file in self._open or ():
+        for file in self._open:
             file.sync()
         return {
             "tokens": self.tokens,
             "documents": self.documents,
             "shards": [asdict(shard) for shard in self._shards],
-            "open": None if self._open is None else [file.entries for file in self._open],
+            "open": [file.entries for file in self._open[:2]] or None,
         }
 
-    def append(self, ids: IdArray, ends: npt.NDArray[np.int64]) -> None:
+    def append(self, ids: IdArray, ends: npt.NDArray[np.int64], targets: npt.NDArray[np.bool_] | None = None) -> None:
         """Append token ids, separators included.
 
         Args:
             ids: (T,), any unsigned integers.
             ends: ascending positions in `ids`, each one behind the separator of a document.
+            targets: (T,), which of them are targets; None for all. Only a set with targets may have others.
 
         Raises:
             DataError: for an id outside the tokenizer's vocabulary.
@@ -168,14 +175,20 @@ class ShardFiles:
             raise DataError(f"token id {largest} does not fit the tokenizer's vocabulary of {self._vocab_size}")
         self.tokens += len(ids)
         self.documents += len(ends)
+        if targets is None:
+            targets = np.ones(len(ids), np.bool_)
+        elif not self._with_targets:
+            raise ValueError("targets are for a set that was opened with_targets")
         while len(ids):
-            tokens, documents = self._open = self._open or self._open_shard()
+            tokens, documents, *more = self._open = self._open or self._open_shard()
             # What fits into this shard goes there, the rest into the next ones.
             part = ids[: self._shard_tokens - tokens.entries]
             within = ends[: ends.searchsorted(len(part), side="right")]
             documents.append(within + tokens.entries)
             tokens.append(part)
-            ids, ends = ids[len(part) :], ends[len(within) :] - len(part)
+            for file in more:
+                file.append(targets[: len(part)])
+            ids, ends, targets = ids[len(part) :], ends[len(within) :] - len(part), targets[len(part) :]
             if tokens.entries == self._shard_tokens:
                 self._close_shard()
 
@@ -187,20 +200,28 @@ class ShardFiles:
         """Append the tokenizer's separator and count a document."""
         self.append(np.array([self._tokenizer.separator_id], np.uint32), np.array([1], np.int64))
 
-    def _open_shard(self, tokens: int = 0, documents: int = 0) -> tuple[_ArrayFile, _ArrayFile]:
+    def _open_shard(self, tokens: int = 0, documents: int = 0) -> list[_ArrayFile]:
         path = self._folder / f"shard_{len(self._shards):05d}.bin"
-        first = _ArrayFile(path, TOKENS_MAGIC, self._dtype, entries=tokens)
+        kinds: list[tuple[str, bytes, np.dtype[Any], int]] = [
+            (".bin", TOKENS_MAGIC, self._dtype, tokens),
+            (".idx", DOCUMENTS_MAGIC, POSITION_DTYPE, documents),
+        ]
+        if self._with_targets:
+            kinds.append((".tgt", TARGETS_MAGIC, TARGET_DTYPE, tokens))
+        opened: list[_ArrayFile] = []
         try:
-            second = _ArrayFile(path.with_suffix(".idx"), DOCUMENTS_MAGIC, POSITION_DTYPE, entries=documents)
-        except BaseException:  # an interrupt too closes the first file; it is raised on
-            first.close()
+            for suffix, magic, dtype, entries in kinds:
+                opened.append(_ArrayFile(path.with_suffix(suffix), magic, dtype, entries=entries))
+        except BaseException:  # an interrupt too closes the files; it is raised on
+            for file in opened:
+                file.close()
             raise
-        return first, second
+        return opened
 
     def _close_shard(self) -> None:
-        if self._open is None:
+        if not self._open:
             return
-        tokens, documents = self._open
+        tokens, documents, *more = self._open
         self._shards.append(
             Shard(
                 file=tokens.name,
@@ -209,15 +230,18 @@ class ShardFiles:
                 documents_file=documents.name,
                 documents=documents.entries,
                 documents_sha256=documents.finish(),
+                targets_file=more[0].name if more else None,
+                targets_sha256=more[0].finish() if more else None,
             )
         )
-        self._open = None
+        self._open = []
 
     def finish(self, source: Mapping[str, Any]) -> None:
         """Close the last shard and write the index, which makes the folder a prepared one."""
         self._close_shard()
         spec = self._tokenizer.spec()
         index = ShardIndex(
+            version=VERSION_WITH_TARGETS if self._with_targets else VERSION,
             dtype=self._dtype_name,
             tokens=self.tokens,
             documents=self.documents,
@@ -227,12 +251,16 @@ class ShardFiles:
             shards=self._shards,
         )
         # The index comes last, since a folder with an index is complete.
-        for name, content in ((TOKENIZER_SPEC, spec), (INDEX, index.model_dump())):
-            write_file(FileSystem(), self._folder / name, [json.dumps(content, indent=1).encode(), b"\n"])
+        content = index.model_dump()
+        content["shards"] = [
+            {key: each for key, each in shard.items() if each is not None} for shard in content["shards"]
+        ]
+        for name, described in ((TOKENIZER_SPEC, spec), (INDEX, content)):
+            write_file(FileSystem(), self._folder / name, [json.dumps(described, indent=1).encode(), b"\n"])
 
     def close(self) -> None:
         """Close the files as they are."""
-        for file in self._open or ():
+        for file in self._open:
             file.close()
 
 
@@ -251,6 +279,7 @@ class ShardWriter(ShardFiles):
         folder: where the shards will be.
         tokenizer: the tokenizer of the ids; its spec is kept with them.
         shard_tokens: the most tokens in one shard.
+        with_targets: whether it is told which tokens are targets of training; else all are.
         replace: replace a prepared folder; without it, a folder that exists is an OSError.
 
     Attributes:
@@ -268,9 +297,10 @@ class ShardWriter(ShardFiles):
         *,
         tokenizer: Tokenizer,
         shard_tokens: int = DEFAULT_SHARD_TOKENS,
+        with_targets: bool = False,
         replace: bool = False,
     ) -> None:
-        super().__init__(folder, tokenizer=tokenizer, shard_tokens=shard_tokens)
+        super().__init__(folder, tokenizer=tokenizer, shard_tokens=shard_tokens, with_targets=with_targets)
         self.source: dict[str, Any] = {}
         self._published = folder
         self._replace = replace

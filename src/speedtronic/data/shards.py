@@ -7,7 +7,10 @@
     shard_00000.bin      a header of 32 bytes (magic, version, bytes per token, tokens; little-endian), then the tokens
     shard_00000.idx      a header of 32 bytes (magic, version, bytes per entry, entries), then for each document that
                          ends in this shard the position, within it, behind its separator (uint64)
+    shard_00000.tgt      only in a set with targets: a header of 32 bytes (magic, version, bytes per entry, entries),
+                         then for each token 1 if it is a target of training and 0 if it is not (uint8)
 
+The index of a set with targets has version 3, any other one version 2: an older reader would train on all tokens.
 A document may span several shards. The checksums do not cover the headers. `shard_writer.py` writes such a folder.
 """
 
@@ -18,7 +21,7 @@ import json
 import os
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
@@ -40,14 +43,18 @@ from speedtronic.errors import DataError
 
 FORMAT = "speedtronic-token-shards"
 VERSION = 2
+"""Of the files, and of an index without targets."""
+VERSION_WITH_TARGETS = 3
 INDEX = "index.json"
 TOKENIZER_SPEC = "tokenizer_spec.json"
 
 HEADER = struct.Struct("<8sIIQ8x")
 TOKENS_MAGIC = b"SPDTRNC\0"
 DOCUMENTS_MAGIC = b"SPDTDOC\0"
+TARGETS_MAGIC = b"SPDTTGT\0"
 TOKEN_DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 POSITION_DTYPE = np.dtype("<u8")
+TARGET_DTYPE = np.dtype("u1")
 READ_AT_ONCE = 4 * 2**20
 
 
@@ -67,6 +74,8 @@ class Shard:
         documents_file: the name of the file with the ends of its documents.
         documents: how many documents end in it.
         documents_sha256: the checksum (hex) of these ends.
+        targets_file: the name of the file that says which tokens are targets; None where all are.
+        targets_sha256: the checksum (hex) of its entries.
     """
 
     file: str
@@ -75,6 +84,15 @@ class Shard:
     documents_file: str
     documents: NonNegativeInt
     documents_sha256: str
+    targets_file: str | None = None
+    targets_sha256: str | None = None
+
+    def files(self, dtype: np.dtype[Any]) -> Iterator[tuple[str, bytes, np.dtype[Any], int, str | None]]:
+        """Its files: name, magic, dtype and number of entries, checksum. `dtype` is that of a token."""
+        yield self.file, TOKENS_MAGIC, dtype, self.tokens, self.sha256
+        yield self.documents_file, DOCUMENTS_MAGIC, POSITION_DTYPE, self.documents, self.documents_sha256
+        if self.targets_file is not None:
+            yield self.targets_file, TARGETS_MAGIC, TARGET_DTYPE, self.tokens, self.targets_sha256
 
 
 class ShardIndex(BaseModel):
@@ -121,6 +139,7 @@ class ShardSet:
         vocab_size: ids of the tokenizer.
         source: where the text came from, as the writer recorded it.
         shards: the shards, in order.
+        has_targets: whether only some tokens are targets of training; `read_targets` says which.
 
     Raises:
         DataError: naming the folder or file and what is wrong with it.
@@ -137,6 +156,7 @@ class ShardSet:
             self.vocab_size = index.vocab_size
             self.source = index.source
             self.shards = index.shards
+            self.has_targets = index.version == VERSION_WITH_TARGETS
             self._tokenizer_fingerprint = index.tokenizer_fingerprint
             self._check_files()
         except OSError as error:
@@ -156,10 +176,9 @@ class ShardSet:
         if not (self.folder / TOKENIZER_SPEC).is_file():
             raise _broken(self.folder / TOKENIZER_SPEC, "the file is missing")
         for shard in self.shards:
-            for name, magic, dtype, entries in (
-                (shard.file, TOKENS_MAGIC, self.dtype, shard.tokens),
-                (shard.documents_file, DOCUMENTS_MAGIC, POSITION_DTYPE, shard.documents),
-            ):
+            if (shard.targets_file is not None) != self.has_targets:
+                raise _broken(self.folder / INDEX, f"its version does not agree with the files of {shard.file}")
+            for name, magic, dtype, entries, _ in shard.files(self.dtype):
                 # A name from the index must not lead out of the folder, on any operating system.
                 if name in {"", ".", ".."} or Path(name).name != name or "\\" in name:
                     raise _broken(self.folder / INDEX, f"shard name {name!r} is not a plain file name")
@@ -196,8 +215,13 @@ class ShardSet:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the checksums of the tokens: equal for equal tokens in equal shards."""
-        parts = "".join(f"{shard.tokens}:{shard.sha256};" for shard in self.shards)
+        """SHA-256 (hex) over the checksums of the tokens and targets: equal for equal ones in equal shards."""
+        parts = "".join(
+            f"{shard.tokens}:{shard.sha256};"
+            if shard.targets_sha256 is None
+            else f"{shard.tokens}:{shard.sha256}:{shard.targets_sha256};"
+            for shard in self.shards
+        )
         return hashlib.sha256(f"{self.dtype.str};{parts}".encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -209,16 +233,26 @@ class ShardSet:
         Raises:
             DataError: a file was shortened or removed after the set was opened.
         """
+        self._read(self._tokens, start, out)
+
+    def read_targets(self, start: int, out: npt.NDArray[np.bool_]) -> None:
+        """Fill `out` with whether the tokens from position `start` on are targets. Raises DataError as `read`."""
+        if self.has_targets:
+            self._read(self._targets, start, out)
+        else:
+            out[:] = True
+
+    def _read(self, array: Callable[[int], UnsignedArray | FileArray], start: int, out: npt.NDArray[Any]) -> None:
         # The first shard that ends behind `start` holds it.
         number = bisect_right(self._ends, start)
         offset = start - (self._ends[number - 1] if number else 0)
-        part = self._tokens(number)[offset : offset + len(out)]
+        part = array(number)[offset : offset + len(out)]
         filled = len(part)
         out[:filled] = part
         # The rest of the block lies at the beginning of the shards that follow.
         while filled < len(out):
             number += 1
-            part = self._tokens(number)[: len(out) - filled]
+            part = array(number)[: len(out) - filled]
             out[filled : filled + len(part)] = part
             filled += len(part)
 
@@ -266,7 +300,7 @@ class ShardSet:
         """Compare every file with its checksum. Raises DataError naming all that differ, or one that cannot be read."""
         damaged = []
         for shard in self.shards:
-            for name, expected in ((shard.file, shard.sha256), (shard.documents_file, shard.documents_sha256)):
+            for name, _, _, _, expected in shard.files(self.dtype):
                 digest = hashlib.sha256()
                 try:
                     with (self._place / name).open("rb") as file:
@@ -289,6 +323,12 @@ class ShardSet:
         shard = self.shards[number]
         opened = self._open.get(shard.documents_file)
         return self._opened(shard.documents_file, POSITION_DTYPE, shard.documents) if opened is None else opened
+
+    def _targets(self, number: int) -> UnsignedArray | FileArray:
+        shard = self.shards[number]
+        assert shard.targets_file is not None, "the set has targets"
+        opened = self._open.get(shard.targets_file)
+        return self._opened(shard.targets_file, TARGET_DTYPE, shard.tokens) if opened is None else opened
 
     def _opened(self, name: str, dtype: np.dtype[np.unsignedinteger[Any]], entries: int) -> UnsignedArray | FileArray:
         if len(self._open) >= _MOST_OPEN:
@@ -324,9 +364,10 @@ def _read_index(folder: Path) -> ShardIndex:
     content = _read_json(path, _LARGEST_INDEX)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise _broken(path, f"not an index of {FORMAT}")
-    if content.get("version") != VERSION:
+    if content.get("version") not in (VERSION, VERSION_WITH_TARGETS):
         raise DataError(
-            f"{path}: format version {content.get('version')!r}; this Speedtronic reads version {VERSION}: "
+            f"{path}: format version {content.get('version')!r}; this Speedtronic reads versions {VERSION} and "
+            f"{VERSION_WITH_TARGETS}: "
             f"prepare the data again with --force or use the version that wrote it"
         )
     try:

@@ -20,7 +20,8 @@ class Evaluation:
 
     Args:
         sets: by name, at least one; the first one's loss is the evaluation loss of the run.
-        write: lets the model write texts, after it was measured; None where it writes none.
+        write: lets the model write texts, after it was measured; None where it writes none. Of several ranks, give it
+            to rank 0 alone.
     """
 
     def __init__(self, sets: Mapping[str, HeldOutLoss], write: Write | None = None) -> None:

@@ -17,6 +17,7 @@ from speedtronic.evaluation.metrics import Metric, computed, predictions_and_tar
 from speedtronic.evaluation.tokens import TokenMeasures
 from speedtronic.model import evaluation_mode
 from speedtronic.precision import PrecisionPlan
+from speedtronic.ranks import Group, SingleProcess
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 from speedtronic.trainer.loss import LossFunction, MeanLoss, align_labels, batch_labels, count_labels
 from speedtronic.trainer.nonfinite import running_statistics
@@ -39,6 +40,8 @@ class HeldOutLoss:
         labels: "aligned" or "unshifted", as in `data.labels`.
         metrics: by name; each is given what `predictions_and_targets` returns, and is reset after a pass.
         tokens: what the loss says of text; None where it is not the mean cross-entropy of tokens.
+        group: the ranks that measure together. Each has a part of the batches; but with metrics, which need all of them
+            in one process, each has all.
         warn: called once with what looks wrong with the model's output, and with the batches.
 
     Attributes:
@@ -56,15 +59,25 @@ class HeldOutLoss:
         labels: str = "aligned",
         metrics: Mapping[str, Metric] | None = None,
         tokens: TokenMeasures | None = None,
+        group: Group | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.loss_fn = loss_fn
         self._passes = passes
         self._device = device
         self._precision = precision
+        self._group = group or SingleProcess()
+        self._divided = self._group.size > 1 and not metrics
         self._limit = batches
+        if batches is not None and self._divided:
+            # Batch n is that of rank n modulo the number of ranks.
+            self._limit = max(0, -((self._group.rank - batches) // self._group.size))
         self._labels = labels
         self._metrics = dict(metrics or {})
+        for metric in self._metrics.values():
+            # Those of torchmetrics would add up what every rank has seen, and each has seen everything.
+            if hasattr(metric, "sync_on_compute"):
+                metric.sync_on_compute = False
         self._tokens = tokens
         self._once = Once(warn)
 
@@ -99,6 +112,8 @@ class HeldOutLoss:
         of_tokens = self._tokens is not None
         with evaluation_mode(model), keep_random_state(), torch.no_grad(), _keep_buffers(model, self._once):
             for batch in takewhile(lambda _: not should_stop(), islice(self._passes(), self._limit)):
+                if batch is None:
+                    continue  # other ranks have the last samples
                 aligned = align_labels(batch) if self._labels == "unshifted" else batch
                 moved = move_batch(aligned, self._device)
                 output, (loss, weight) = _without_gradients(forward, model, moved)
@@ -115,24 +130,29 @@ class HeldOutLoss:
                 self._update_metrics(output, moved, aligned)
                 del output
         forward.settle()
-        if should_stop():
+        if self._group.reduce(int(should_stop()), "max"):
             return None
         counts = torch.tensor([int(weight) for weight in weights], dtype=torch.float64)
-        total = int(counts.sum())
-        if total == 0:
-            raise DataError(f"the held-out data has no target to evaluate on ({len(weights)} batches)")
         # The mean over no target is NaN, and 0 · NaN would be too.
-        summed = float(torch.where(counts > 0, torch.stack(losses).cpu() * counts, 0.0).sum())
+        summed = float(torch.where(counts > 0, torch.stack(losses).cpu() * counts, 0.0).sum()) if losses else 0.0
+        total, batches = int(counts.sum()), len(weights)
+        read = int(torch.stack(text_bytes).sum()) if text_bytes else 0
+        if self._divided:
+            own = torch.tensor([summed, total, batches, read, not of_tokens], dtype=torch.float64)
+            summed, *whole = self._group.reduce(own).tolist()
+            total, batches, read, of_tokens = int(whole[0]), int(whole[1]), int(whole[2]), not whole[3]
+        if total == 0:
+            raise DataError(f"the held-out data has no target to evaluate on ({batches} batches)")
         numbers = {"loss": summed / total}
         if self._tokens is not None and of_tokens:
-            numbers |= self._tokens.measures(summed, total, int(torch.stack(text_bytes).sum()) if text_bytes else None)
+            numbers |= self._tokens.measures(summed, total, read or None)
         with keep_random_state():
             for name, metric in self._metrics.items():
                 numbers |= computed(name, metric.compute())
         return {
             **numbers,
             "targets": total,
-            "batches": len(weights),
+            "batches": batches,
             "duration_s": time.perf_counter() - started,
         }
 

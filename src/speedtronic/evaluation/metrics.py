@@ -12,7 +12,7 @@ from speedtronic.config.sections import EvalMetric
 from speedtronic.errors import ConfigError, DataError, ModelError
 from speedtronic.model import IGNORE_INDEX
 from speedtronic.registry import import_factory
-from speedtronic.trainer.loss import LABELS, batch_labels, has_ids
+from speedtronic.trainer.loss import LABELS, batch_labels, by_name, has_ids, sizes_but_ones
 
 
 class Metric(Protocol):
@@ -62,8 +62,10 @@ def predictions_and_targets(output: Any, batch: Any, on_host: Any, *, output_is_
 
     Integer labels (…) with scores of classes (…, C), or (B, C, …) as torch has them, become targets (N,) with
     predictions (N, C), where N counts the labels that are not -100. So a language model's (B, T, V) and (B, T) become
-    (N, V) and (N,). All other shapes stay as they are; but where some integer labels are -100, and the predictions have
-    the shape of the labels, both are the rest in one row. Labels of floating point are all targets.
+    (N, V) and (N,). A score of one class, as of yes or no, is one number for each label. Predictions that differ from
+    the labels by dimensions of 1 alone take their shape: (B, 1) and (B,) would else be compared each with each. All
+    other shapes stay as they are; but where some integer labels are -100, and the predictions have their shape,
+    both are the rest in one row. Labels of floating point are all targets.
 
     Args:
         output: what the model returned.
@@ -86,6 +88,8 @@ def predictions_and_targets(output: Any, batch: Any, on_host: Any, *, output_is_
     labels = labels.to(predictions.device)  # those of an array are still on the host
     if predictions.is_floating_point():
         predictions = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
+    if predictions.shape != labels.shape and sizes_but_ones(predictions) == sizes_but_ones(labels):
+        predictions = predictions.reshape(labels.shape)
     if labels.is_floating_point() or labels.dtype in (torch.bool, torch.uint8):
         return predictions, labels
 
@@ -122,6 +126,7 @@ def predictions_and_targets(output: Any, batch: Any, on_host: Any, *, output_is_
 
 
 def _predictions(output: Any, output_is_loss: bool) -> Tensor:
+    output = by_name(output)
     fields: list[Any] = [None if output_is_loss else output]
     if isinstance(output, Mapping):
         fields = [output.get("predictions"), output.get("logits")]

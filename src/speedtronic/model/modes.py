@@ -33,6 +33,7 @@ class PartsSetApart:
         self._warn = warn
         self._apart: dict[str, nn.Module] = {}
         self._told: str | None = None
+        self._left = False
         self._look()
         self._tell_of_traces()
 
@@ -55,6 +56,18 @@ class PartsSetApart:
                 f"the model is in evaluation mode except for {_outermost(in_training)}, and is trained as a whole; to "
                 "keep parts in evaluation mode, call train() on the model, and then eval() on those parts",
                 self._warn,
+            )
+
+    def stay_in_training(self) -> None:
+        """Put the model in training mode again where a callback or an evaluator has left it in evaluation mode."""
+        if self._model.training:
+            return
+        self.train()
+        if not self._left:
+            self._left = True
+            self._warn(
+                "a callback or an evaluator has left the model in evaluation mode, and it is trained in training mode: "
+                "call train() on it after eval()"
             )
 
     def _look(self) -> set[str]:

@@ -19,6 +19,7 @@ from speedtronic.optimizers.muon import (
 )
 from speedtronic.optimizers.newton_schulz import Coefficients
 from speedtronic.optimizers.without_dynamo import AdamW, WithoutDynamo
+from speedtronic.ranks import Group, SingleProcess
 
 ParamGroup = dict[str, Any]
 
@@ -46,11 +47,16 @@ class HybridOptimizer(WithoutDynamo):
         cautious: keep only the entries of an update that go down the gradient, in both algorithms.
         cautious_rescale: scale a cautious update up to make up for the entries that were dropped.
 
+    Attributes:
+        ranks: as of `Muon`.
+
     Raises:
         ValueError: a group names no algorithm, an option is out of range, or a parameter of a Muon group is not a
             matrix.
         TypeError: a parameter of a Muon group is complex.
     """
+
+    ranks: Group = SingleProcess()
 
     def __init__(
         self,
@@ -137,7 +143,7 @@ class HybridOptimizer(WithoutDynamo):
             check_group(group, cautious=group["cautious"])
         # A gradient scaler, or the trainer's guard, sets these attributes for the time of the step.
         grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
-        muon_step(self._groups_of("muon"), self.state, grad_scale=grad_scale, found_inf=found_inf)
+        muon_step(self._groups_of("muon"), self.state, grad_scale=grad_scale, found_inf=found_inf, ranks=self.ranks)
         for group in self._groups_of("adamw"):
             adamw_step(
                 [group],

@@ -31,6 +31,7 @@ from speedtronic.optimizers.cautious import agreeing, refuse_sparse, rescale_fac
 from speedtronic.optimizers.newton_schulz import Coefficients, orthogonalize
 from speedtronic.optimizers.without_dynamo import WithoutDynamo
 from speedtronic.precision import copies_in_background
+from speedtronic.ranks import Group, SingleProcess
 
 Scale = Literal["original", "match_rms_adamw"]
 Normalization = Literal["none", "row", "col", "row_col", "col_row"]
@@ -69,10 +70,15 @@ class Muon(WithoutDynamo):
         cautious: keep only the entries of the update that go down the gradient.
         cautious_rescale: scale a cautious update up to make up for the entries that were dropped.
 
+    Attributes:
+        ranks: processes that hold the same weights, gradients and buffers. They share out the orthogonalisations. A
+            `Trainer` sets it.
+
     Raises:
         ValueError: an argument, or an option of a group, is out of range.
     """
 
+    ranks: Group = SingleProcess()
     _step_supports_amp_scaling: bool
 
     def __init__(
@@ -141,7 +147,7 @@ class Muon(WithoutDynamo):
                 loss = closure()
         # A gradient scaler, or the trainer's guard, sets these attributes for the time of the step.
         grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
-        muon_step(self.param_groups, self.state, grad_scale=grad_scale, found_inf=found_inf)
+        muon_step(self.param_groups, self.state, grad_scale=grad_scale, found_inf=found_inf, ranks=self.ranks)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -187,6 +193,7 @@ def muon_step(
     *,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    ranks: Group | None = None,
 ) -> None:
     """Do one step of Muon on the parameters of `groups` that have a gradient. It reads nothing from an accelerator.
 
@@ -195,6 +202,7 @@ def muon_step(
         state: for each parameter, {"momentum_buffer": tensor}; a missing one is made.
         grad_scale: 0-dim; the factor that the gradients were multiplied by.
         found_inf: 0-dim; if it is 1, nothing changes.
+        ranks: processes that hold the same weights, gradients and buffers, and share the work.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `Muon.step`.
@@ -210,8 +218,11 @@ def muon_step(
         found_inf = None
     matrices = [matrix for group in groups for matrix in _matrices(group, state)]
     verdict = _Verdict(found_inf)
-    for stack in _stacks(matrices):
-        _step_stack(stack, grad_scale, verdict)
+    if ranks is None or ranks.size == 1:
+        for stack in _stacks(matrices):
+            _Step(stack, grad_scale, verdict).finish(None)
+        return
+    _step_together(matrices, ranks, grad_scale, verdict)
 
 
 @torch.no_grad()
@@ -350,56 +361,126 @@ def _stacks(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
 # ---------------------------------------------------------------------- the step of a stack
 
 
-def _step_stack(stack: Sequence[_Matrix], grad_scale: Tensor | None, verdict: _Verdict) -> None:
-    """Step the matrices of a stack, by the formula of the module's docstring."""
-    rule, weights, momenta = stack[0].rule, [matrix.weight for matrix in stack], [matrix.momentum for matrix in stack]
-    device, dtype = momenta[0].device, momenta[0].dtype
-    skip = verdict.skips_on(device)
-    gradient = torch.stack([matrix.gradient for matrix in stack]).to(dtype)
-    if grad_scale is not None:
-        gradient /= grad_scale.to(device, non_blocking=copies_in_background(grad_scale, device))
-    # A step that must be skipped multiplies by one and adds -0.0: that changes no bit, not even those of a -0.0.
-    if skip is not None:
-        gradient.masked_fill_(skip, -0.0)
+class _Step:
+    """The step of a stack, by the formula of the module's docstring, in its two halves. The first is made at once.
 
-    # B ← μ B + (1 - μ) G
-    torch._foreach_mul_(momenta, verdict.one_if_skipped(rule.momentum, gradient))
-    torch._foreach_add_(momenta, gradient.unbind(), alpha=1 - rule.momentum)
+    Attributes:
+        update: U before it is masked and scaled; None where another rank computes it.
+    """
 
-    # Q = (1 - μ) G + μ B, or B. It overwrites G, unless the mask below needs G again.
-    update = gradient.clone() if rule.cautious else gradient
-    if rule.nesterov:
-        torch._foreach_lerp_(update.unbind(), momenta, rule.momentum)
-    else:
-        torch._foreach_copy_(update.unbind(), momenta)
+    def __init__(
+        self, stack: Sequence[_Matrix], grad_scale: Tensor | None, verdict: _Verdict, *, orthogonalizes: bool = True
+    ) -> None:
+        self._stack = stack
+        self._verdict = verdict
+        self._rule = rule = stack[0].rule
+        momenta = [matrix.momentum for matrix in stack]
+        device, dtype = momenta[0].device, momenta[0].dtype
+        self._skip = skip = verdict.skips_on(device)
+        self._gradient = gradient = torch.stack([matrix.gradient for matrix in stack]).to(dtype)
+        if grad_scale is not None:
+            gradient /= grad_scale.to(device, non_blocking=copies_in_background(grad_scale, device))
+        # A step that must be skipped multiplies by one and adds -0.0: that changes no bit, not even those of a -0.0.
+        if skip is not None:
+            gradient.masked_fill_(skip, -0.0)
 
-    # U = newton_schulz(Q)
-    update = orthogonalize(update, rule.ns_steps, rule.eps, coefficients=rule.coefficients)
-    if rule.muon_plus:
-        update = post_polar_normalize(update, eps=rule.norm_eps)
+        # B ← μ B + (1 - μ) G
+        torch._foreach_mul_(momenta, verdict.one_if_skipped(rule.momentum, gradient))
+        torch._foreach_add_(momenta, gradient.unbind(), alpha=1 - rule.momentum)
+        self.update: Tensor | None = None
+        if not orthogonalizes:
+            return
 
-    # The mask. `agreeing` expects an update that is added; U is subtracted, so the gradient changes its sign.
-    if rule.cautious:
-        update = agreeing(update, -gradient)
-        if rule.cautious_rescale:
-            kept = torch.count_nonzero(update, dim=(-2, -1))
-            update = update * rescale_factor(kept, update[0])[:, None, None]
+        # Q = (1 - μ) G + μ B, or B. It overwrites G, unless the mask below needs G again.
+        update = gradient.clone() if rule.cautious else gradient
+        if rule.nesterov:
+            torch._foreach_lerp_(update.unbind(), momenta, rule.momentum)
+        else:
+            torch._foreach_copy_(update.unbind(), momenta)
 
-    # -η s U
-    rows, columns = update.shape[-2:]
-    original = rule.scale == "original"
-    scale = math.sqrt(max(1.0, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
-    update *= -(rule.lr * scale)
-    if skip is not None:
-        update.masked_fill_(skip, -0.0)
+        # U = newton_schulz(Q)
+        update = orthogonalize(update, rule.ns_steps, rule.eps, coefficients=rule.coefficients)
+        if rule.muon_plus:
+            update = post_polar_normalize(update, eps=rule.norm_eps)
+        self.update = update
 
-    # W ← (1 - η λ) W - η s U, in the dtype of U.
-    wide = weights if weights[0].dtype == update.dtype else [weight.to(update.dtype) for weight in weights]
-    if rule.weight_decay != 0:
-        torch._foreach_mul_(wide, verdict.one_if_skipped(1 - rule.lr * rule.weight_decay, update))
-    torch._foreach_add_(wide, update.unbind())
-    if wide is not weights:
-        torch._foreach_copy_(weights, wide)
+    @property
+    def shape(self) -> torch.Size:
+        """Of U: (matrices, rows, columns)."""
+        return self._gradient.shape
+
+    def finish(self, update: Tensor | None) -> None:
+        """Apply U: this rank's own, or one that another rank has computed."""
+        rule, weights = self._rule, [matrix.weight for matrix in self._stack]
+        update = self.update if update is None else update
+        assert update is not None
+
+        # The mask. `agreeing` expects an update that is added; U is subtracted, so the gradient changes its sign.
+        if rule.cautious:
+            update = agreeing(update, -self._gradient)
+            if rule.cautious_rescale:
+                kept = torch.count_nonzero(update, dim=(-2, -1))
+                update = update * rescale_factor(kept, update[0])[:, None, None]
+
+        # -η s U
+        rows, columns = update.shape[-2:]
+        original = rule.scale == "original"
+        scale = math.sqrt(max(1.0, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
+        update *= -(rule.lr * scale)
+        if self._skip is not None:
+            update.masked_fill_(self._skip, -0.0)
+
+        # W ← (1 - η λ) W - η s U, in the dtype of U.
+        wide = weights if weights[0].dtype == update.dtype else [weight.to(update.dtype) for weight in weights]
+        if rule.weight_decay != 0:
+            torch._foreach_mul_(wide, self._verdict.one_if_skipped(1 - rule.lr * rule.weight_decay, update))
+        torch._foreach_add_(wide, update.unbind())
+        if wide is not weights:
+            torch._foreach_copy_(weights, wide)
+
+
+def _step_together(matrices: Sequence[_Matrix], ranks: Group, grad_scale: Tensor | None, verdict: _Verdict) -> None:
+    """Step all matrices, each of which one rank orthogonalises for all.
+
+    The ranks' stacks go round by round: in each, every rank orthogonalises one stack of its own, and all get all. So no
+    rank holds more than a stack of each rank at once.
+    """
+    owned: list[list[_Matrix]] = [[] for _ in range(ranks.size)]
+    loads = [0] * ranks.size
+    # The largest first, each to the rank with the least work. A product of (m, n) by (n, m) costs m² n, m ≤ n.
+    for matrix in sorted(matrices, key=_cost, reverse=True):
+        rank = loads.index(min(loads))
+        owned[rank].append(matrix)
+        loads[rank] += _cost(matrix)
+    # Tensors travel together where they are alike.
+    for kind in {(matrix.momentum.device, matrix.momentum.dtype): None for matrix in matrices}:
+        stacks = [list(_stacks(m for m in own if (m.momentum.device, m.momentum.dtype) == kind)) for own in owned]
+        for turn in range(max(map(len, stacks))):
+            steps = [
+                _Step(own[turn], grad_scale, verdict, orthogonalizes=rank == ranks.rank) if turn < len(own) else None
+                for rank, own in enumerate(stacks)
+            ]
+            updates = _gather(ranks, [None if step is None else step.shape for step in steps], steps[ranks.rank], kind)
+            for step, update in zip(steps, updates, strict=True):
+                if step is not None:
+                    step.finish(update)
+
+
+def _cost(matrix: _Matrix) -> int:
+    return matrix.weight.numel() * min(matrix.weight.shape)
+
+
+def _gather(
+    ranks: Group, shapes: Sequence[torch.Size | None], own: _Step | None, kind: tuple[torch.device, torch.dtype]
+) -> list[Tensor]:
+    """The updates of one round, from all ranks."""
+    sizes = [0 if shape is None else shape.numel() for shape in shapes]
+    device, dtype = kind
+    flat = torch.zeros(max(sizes), dtype=dtype, device=device)
+    if own is not None:
+        assert own.update is not None
+        flat[: own.update.numel()] = own.update.reshape(-1)
+    return [row[:size].view(shape or (0,)) for row, size, shape in zip(ranks.stack(flat), sizes, shapes, strict=True)]
 
 
 class _Verdict:

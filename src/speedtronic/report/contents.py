@@ -442,9 +442,8 @@ def _data(run: Run) -> list[list[str]]:
     section = run.config.get("data")
     facts = []
     if isinstance(section, Mapping):
-        source = next(
-            (name for name in ("dataset", "shards", "text_path") if section.get(name) is not None), "synthetic"
-        )
+        names = ("dataset", "shards", "text_path", "mixture", "chat")
+        source = next((name for name in names if section.get(name) is not None), "synthetic")
         facts.append(["source", source if source == "synthetic" else f"{source}: {_text(section[source])}"])
         for name, words in _DATA_KEYS.items():
             if section.get(name) is not None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
+from speedtronic.checkpoint import capture_rng_state, restore_rng_state
+from speedtronic.errors import ConfigError
+from speedtronic.model import evaluation_mode
+from speedtronic.ranks import Group
 from speedtronic.trainer.callbacks import Callbacks, RunView
 from speedtronic.trainer.monitor import Monitor, emit_evaluation
 from speedtronic.trainer.reporting import StepReporter
@@ -17,7 +22,11 @@ from speedtronic.trainer.state import Run
 
 
 class Evaluator(Protocol):
-    """Measures a model on held-out data, and leaves its train/eval flags and the RNG as it found them."""
+    """Measures a model on held-out data.
+
+    The model is in evaluation mode. Afterwards its modules have their own modes again, and the random numbers go on as
+    if nothing had been measured.
+    """
 
     def __call__(self, model: nn.Module, should_stop: Callable[[], bool]) -> Mapping[str, Any] | None:
         """Return the numbers of the `eval` event, `loss` among them; None when it gave up because it should stop.
@@ -29,6 +38,9 @@ class Evaluator(Protocol):
 
 class BetweenSteps:
     """The callbacks, the evaluations and the checkpoints of one `fit`. `Trainer._act_between_steps` orders them.
+
+    With several ranks each has its own, and all call the same methods. What a callback of any rank asks for, all do. An
+    evaluation is shared, and rank 0's numbers count. Only rank 0 hears of checkpoints that have become durable.
 
     Attributes:
         view: the run as its callbacks see it.
@@ -42,6 +54,7 @@ class BetweenSteps:
         evaluator: measures the model, or its average where one is kept; None where nothing is held out.
         monitor: is told of each evaluation, and says when the run should stop early.
         saver: writes the checkpoints; None where the run writes none.
+        group: the ranks of the run.
         signals: one that has arrived ends an evaluation.
         reporter: an evaluation takes no time of its intervals.
         settle: waits for the numbers of all updates so far, and raises for one that is not finite.
@@ -57,6 +70,7 @@ class BetweenSteps:
         evaluator: Evaluator | None,
         monitor: Monitor,
         saver: CheckpointSaver | None,
+        group: Group,
         signals: SignalWatch,
         reporter: StepReporter,
         settle: Callable[[], None],
@@ -76,34 +90,28 @@ class BetweenSteps:
         self._evaluator = evaluator
         self._monitor = monitor
         self._saver = saver
+        self._group = group
+        self._asks_alone = False  # whether any rank has callbacks, each of which may ask for something on its own
+        self._asked_alone = (False, False)  # what only this rank knows of: whether to stop, and to save
         self._signals = signals
         self._reporter = reporter
         self._settle = settle
         self._state_dict = state_dict
 
     def begin(self) -> None:
-        """Log that training starts, give the callbacks their saved states, and tell them."""
-        run = self._run
-        run.logger.emit(
-            "train_start",
-            {
-                "step": run.step,
-                "target_steps": self.view.target,
-                "device": str(run.device),
-                "precision": run.precision.mode,
-                "parameters": sum(p.numel() for p in run.model.parameters()),
-                "micro_batches": run.config.accumulation_steps,
-            },
-        )
-        self._callbacks.restore(run.logger)
+        """Give the callbacks their saved states, and tell them that training starts."""
+        self._callbacks.restore(self._run.logger)
+        self._asks_alone = self._group.size > 1 and bool(self._group.reduce(int(bool(self._callbacks)), "max"))
         self._stop_early("before: ")
         self._callbacks.call("on_train_start", self.view)
+        self._agree()
         if self.view.saving:
             self._save()
 
     def tell_of_step(self) -> None:
         """Tell the callbacks that a step has ended."""
         self._callbacks.call("on_step_end", self.view)
+        self._agree()
 
     def evaluate_if_due(self, *, last: bool) -> None:
         """Evaluate, if the cadence asks for it.
@@ -138,6 +146,7 @@ class BetweenSteps:
             self._save_the_last(made_progress=made_progress)
         # After the last checkpoint: a longer run that resumes from it is to continue as if this one had not ended.
         self._callbacks.call("on_train_end", self.view)
+        self._agree()
         self._save_the_last(made_progress=False)
 
     def close(self) -> None:
@@ -160,8 +169,13 @@ class BetweenSteps:
         self._settle()
         averaged = self._run.averaged_model
         model = self._run.model if averaged is None else averaged
-        with self._reporter.evaluating():
-            numbers = self._evaluator(model, lambda: self._signals.received is not None)
+        rng = capture_rng_state()
+        try:
+            with self._reporter.evaluating(), evaluation_mode(model):
+                numbers = self._evaluator(model, lambda: self._signals.noted is not None)
+                numbers = self._group.broadcast(None if numbers is None else _with_loss(numbers))
+        finally:
+            restore_rng_state(rng)
         if numbers is not None:
             self.evaluated_at, self.eval_loss = self._run.step, numbers["loss"]
             emit_evaluation(self._run.logger, self._run.step, numbers)
@@ -170,7 +184,16 @@ class BetweenSteps:
                 advance_by_evaluation(self._run.scheduler, self._monitor.value(numbers))
             self._stop_early("")
             self._callbacks.call("on_eval_end", self.view)
+            self._agree()
         return numbers
+
+    def _agree(self) -> None:
+        """Let what a callback of any rank has asked for be asked for on all ranks."""
+        if self._asks_alone:
+            stop, save = self._asked_alone
+            own = torch.tensor([self.view.stopping or stop, self.view.saving or save], dtype=torch.int32)
+            self.view.stopping, self.view.saving = map(bool, self._group.reduce(own, "max").tolist())
+            self._asked_alone = (False, False)
 
     def _stop_early(self, when: str) -> None:
         """End the run where the evaluations have not improved for too long."""
@@ -199,6 +222,23 @@ class BetweenSteps:
 
     def _tell_of_checkpoints(self) -> None:
         """Tell the callbacks of the checkpoints that have become durable."""
+        agreed = self.view.stopping, self.view.saving
         while self._saver is not None and self._saver.finished:
             self.view.checkpoint = self._saver.finished.pop(0)
             self._callbacks.call("on_checkpoint", self.view)
+        if self._asks_alone:
+            # Only this rank was told. What it asks for now waits until the ranks agree after the next step.
+            self._asked_alone = self.view.stopping, self.view.saving
+            self.view.stopping, self.view.saving = agreed
+
+
+def _with_loss(numbers: Any) -> Mapping[str, Any]:
+    """What an evaluator has returned, with a loss that is a number."""
+    try:
+        return {**numbers, "loss": float(numbers["loss"])}
+    except (TypeError, KeyError, ValueError, RuntimeError):  # the last from a tensor of several elements
+        keys = f" of {', '.join(map(str, numbers))}" if isinstance(numbers, Mapping) else ""
+        raise ConfigError(
+            f"evaluator: must return a mapping with a number under 'loss', or None where it gave up, not a "
+            f"{type(numbers).__name__}{keys}"
+        ) from None

@@ -116,7 +116,7 @@ class RunView:
         """Evaluate on the held-out data now.
 
         Every `on_eval_end` is called, unless this is called from one. An evaluation that is due at this step is not
-        repeated.
+        repeated. With several ranks, all share it: the callbacks of all must call this at the same moment.
 
         Returns:
             The numbers of the `eval` event, `loss` among them; None if a signal ended it.
@@ -151,6 +151,9 @@ class RunView:
 
 class Callback:
     """A base class for callbacks, which does nothing. Any object with one of these methods is a callback too.
+
+    With several ranks each has its own callbacks, and what one asks for, all do. Only rank 0 logs, is told of
+    checkpoints, and has its callbacks' states saved.
 
     A callback that has `state_dict` and `load_state_dict` is saved in checkpoints and restored by a resumed run, before
     `on_train_start`. Its state consists of what a checkpoint can hold: dicts, lists, text, numbers, tensors. It is
@@ -196,6 +199,9 @@ class Callbacks:
         self._stateful = {name: cb for name, cb in self._by_name.items() if hasattr(cb, "state_dict")}
         self._restored: dict[str, Any] | None = None
         self._calling: Moment | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
 
     def call(self, moment: Moment, run: RunView) -> None:
         """Call this method of each callback that has it. What one raises is raised here, with a note of its name."""

@@ -150,7 +150,7 @@ class Compilation:
         config: its `compile` and `compile_options`.
         logger: receives `compile` events, and a warning with the traceback of a failure.
         device: where the model trains.
-        merged: how many micro batches of an update run as one.
+        passes: how many backward passes an update has.
         loss_fn: what reads the model's output; None where only its own loss is read, if it has one.
 
     Attributes:
@@ -168,7 +168,7 @@ class Compilation:
         config: SpeedtronicConfig,
         logger: MetricLogger,
         device: torch.device,
-        merged: int,
+        passes: int,
         loss_fn: LossFunction | None,
     ) -> None:
         self.model: CompiledModel | None = None
@@ -177,7 +177,6 @@ class Compilation:
         if not config.compile:
             return
         options = config.compile_options
-        passes = config.accumulation_steps // merged
         if device.type == "cuda" and options.mode in _RECORDS_GRAPHS and passes > 1:
             # The first backward pass leaves gradients in the graph's own memory, and the second one overwrites them
             # there, which torch notices and refuses: https://github.com/pytorch/pytorch/issues/169545

@@ -59,6 +59,7 @@ class WeightAverage:
         self._copy = _copied(model).eval()
         self._modules = list(zip(self._copy.modules(), model.modules(), strict=True))
         self._weights = _trained(model)
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         copies = dict(self._copy.named_parameters(remove_duplicate=False))
         # By weight, so that tied weights, which have several names, are averaged once.
         parts: dict[Tensor, _Averaged] = {}
@@ -75,6 +76,10 @@ class WeightAverage:
         """Whether the model still trains the weights that are averaged here, and no others."""
         trained = _trained(model)
         return trained.keys() == self._weights.keys() and all(trained[name] is self._weights[name] for name in trained)
+
+    def lacks_weights(self) -> bool:
+        """Whether weights are trained by now that were frozen when the average began, and so are not in it."""
+        return any(parameter.requires_grad for parameter in self._frozen)
 
     @torch.no_grad()
     def update(self, refused: Tensor | None = None) -> None:

@@ -15,11 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from speedtronic.errors import ModelError
+from speedtronic.errors import ConfigError, ModelError
 from speedtronic.model import causal_cross_entropy
 from speedtronic.model.wrappers import forward_signature, innermost
 from speedtronic.precision import PrecisionPlan, autocast_context, copies_in_background
-from speedtronic.trainer.loss import LossFunction, MeanLoss, as_tensor, doubt_about, has_no_target, resolve_loss
+from speedtronic.trainer.loss import (
+    LossFunction,
+    MeanLoss,
+    as_tensor,
+    doubt_about,
+    doubt_labels,
+    has_no_target,
+    resolve_loss,
+)
 
 
 class Once:
@@ -69,14 +77,24 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """The tensors in `batch` (nested mappings, tuples and lists)."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_in(value)
+
+
 def batch_size_and_tokens(
     batch: Any, once: Callable[[str, str], None] = lambda kind, message: None
 ) -> tuple[int, int | Tensor]:
     """Number of samples and of tokens in a batch.
 
     Counted on a mapping's `input_ids`, else its `inputs`, or on the first field of a tuple or list. Where the mapping
-    also has an `attention_mask`, and what is counted has more than one dimension, the number of tokens is the sum of
-    the mask: a 0-dim tensor, so that counting does not wait for the device. Features and pixels are no tokens.
+    also has an `attention_mask` (B, T), and what is counted has more than one dimension, the number of tokens is the
+    sum of the mask: a 0-dim tensor, so that counting does not wait for the device. A mask of another shape, such as
+    (B, 1, T, T), says who sees whom, and not which are tokens. Features and pixels are no tokens.
 
     Any other batch of tensors (other names, nested fields) has no tokens, and as many samples as the first dimension
     that its tensors share. Where they share none, but its fields are lists of one length, that counts; otherwise the
@@ -97,7 +115,7 @@ def batch_size_and_tokens(
     counted, mask = as_tensor(counted), as_tensor(mask)
     if counted is None or counted.ndim == 0:
         return _count_any(batch, once)
-    if counted.ndim > 1 and mask is not None:
+    if counted.ndim > 1 and mask is not None and mask.ndim == 2 and len(mask) == len(counted):
         return counted.shape[0], mask.sum(dtype=torch.int64)
     return counted.shape[0], counted.numel() if by_name or _are_ids(counted) else 0
 
@@ -157,6 +175,12 @@ class Forward:
             inside one that torch made around it (compiled, data-parallel), and of a scripted or traced one too.
         loss_fn: `loss_fn(output, batch)`, or None for the rules of `resolve_loss`.
         warn: called once with what the rules had to guess about the model's output; `settle` may call it too.
+
+    Raises:
+        ConfigError: `loss_fn` is a class.
+
+    Attributes:
+        loss_fn: the argument.
     """
 
     def __init__(
@@ -167,8 +191,13 @@ class Forward:
         loss_fn: LossFunction | None = None,
         warn: Callable[[str], None],
     ) -> None:
+        if isinstance(loss_fn, type):
+            raise ConfigError(
+                f"loss_fn: {loss_fn.__name__} is a class; pass a function of the model's output and the batch, such as "
+                f"lambda output, batch: criterion(output, batch[1]) with criterion = {loss_fn.__name__}()"
+            )
         self._plan = plan
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self._once = Once(warn)
         self._no_target: Tensor | None = None
         self._title = f"{_class_name(innermost(model))}.forward"
@@ -182,8 +211,12 @@ class Forward:
             self._takes_any_key and hasattr(model, "loss_function")
         )
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+        by_place = [p for p in parameters if p.kind in positional]
+        required = [p for p in by_place if p.default is p.empty]
         self._takes_second = loss_fn is None or len(required) >= 2
+        # What a tuple of more fields might be meant for, and does not reach.
+        self._not_given = [p.name for p in by_place][2 if self._takes_second else 1 :]
+        self._not_given += [f"*{p.name}" for p in parameters if p.kind is p.VAR_POSITIONAL]
 
     def autocast(self) -> AbstractContextManager[None]:
         """Within it, operations compute in the dtypes of the precision plan."""
@@ -202,8 +235,9 @@ class Forward:
         """Return what the model returns for `batch`, and its mean loss. Raises as a call does."""
         with autocast_context(self._plan):
             output = self.call(model, batch)
-            loss = resolve_loss(output, batch, self._loss_fn, warn=self._once)
-            if self._loss_fn is None:
+            doubt_labels(batch, self._once)
+            loss = resolve_loss(output, batch, self.loss_fn, warn=self._once)
+            if self.loss_fn is None:
                 doubt_about(output, batch, self._once)
             self._note_without_target(loss.value.detach(), batch)
             return output, loss
@@ -254,11 +288,19 @@ class Forward:
             keywords = dict(batch)
             if self._takes_shift_labels and "labels" in batch and "shift_labels" not in batch:
                 keywords["shift_labels"] = batch["labels"].contiguous()
-            if self._loss_fn is not None and not self._takes_any_key:
+            if self.loss_fn is not None and not self._takes_any_key:
                 keywords = {key: value for key, value in keywords.items() if key in self._names}
             return (), keywords
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
-            return (batch[0], batch[1]) if self._takes_second else (batch[0],), {}
+            args = (batch[0], batch[1]) if self._takes_second else (batch[0],)
+            if len(batch) > 2 and self._not_given:
+                self._once(
+                    "fields",
+                    f"of the {len(batch)} fields of a batch, {self._title} is given the first"
+                    f"{' two' if self._takes_second else ''} alone, and none for {', '.join(self._not_given)}; if that "
+                    "is not meant, let the batches be mappings of forward's arguments",
+                )
+            return args, {}
         length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise ModelError(
             f"a batch must be a mapping of forward's arguments or a tuple or list of at least two, not a "
@@ -287,7 +329,7 @@ class Forward:
         if missing := sorted(needed - batch.keys()):
             problems.append(f"it has no {', '.join(missing)}: name its columns as forward's arguments are named")
         extra = [str(key) for key in batch if key not in self._names]
-        if extra and not self._takes_any_key and self._loss_fn is None:
+        if extra and not self._takes_any_key and self.loss_fn is None:
             problems.append(
                 f"forward does not take {', '.join(extra)}: leave {'it' if len(extra) == 1 else 'them'} out in the "
                 "dataset or the collate function, let forward take **kwargs, or, for what only the loss needs, set "

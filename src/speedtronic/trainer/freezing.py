@@ -9,6 +9,7 @@ from speedtronic.config.sections import ParameterGroup
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.optimizers.options import assigned
 from speedtronic.trainer.callbacks import Callback, RunView
+from speedtronic.trainer.unused import follows_config
 
 
 class FreezingSchedule(Callback):
@@ -41,12 +42,16 @@ class FreezingSchedule(Callback):
                 parameter.requires_grad_(trains)
 
 
-def freezing_schedule(model: nn.Module, config: OptimizerConfig) -> list[FreezingSchedule]:
+def freezing_schedule(model: nn.Module, config: OptimizerConfig, optimizer: object) -> list[FreezingSchedule]:
     """The one callback that freezes and thaws parameters as `optimizer.groups` says, or none.
+
+    There is none for an optimizer that was not built from the section: nothing acts on it then.
 
     Raises:
         ConfigError: one of the groups gets no parameter.
     """
+    if not follows_config(optimizer):
+        return []
     parameters = {
         parameter: group
         for parameter, group in assigned(unwrapped(model), config.groups).items()

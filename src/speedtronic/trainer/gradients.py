@@ -15,7 +15,9 @@ from speedtronic.errors import ModelError
 from speedtronic.ranks import Group
 from speedtronic.scheduling import StageStreamScheduler
 from speedtronic.trainer.loss import MeanLoss
+from speedtronic.trainer.merging import Merged
 from speedtronic.trainer.profiling import phase
+from speedtronic.trainer.reduction import sum_gradients
 
 
 def accumulate(
@@ -27,19 +29,25 @@ def accumulate(
     group: Group,
     scaler: torch.amp.GradScaler,
     stages: StageStreamScheduler | None = None,
+    expected: Callable[[], int] | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Run forward and backward over the micro batches of one update.
 
     Args:
         forward: from a batch to its mean loss.
-        batches: the micro batches.
+        batches: the micro batches. None stands for one that only other ranks have, and has no part in the update.
         parameters: those that get gradients, which were cleared before.
         targets: the number of targets of each micro batch, where each value of a loss counts alike. The gradient of
             the update, summed over the ranks, is then that of one batch which holds all their micro batches. A micro
             batch without any has no part in it: the mean over no target may be NaN. None where every micro batch of
             every rank counts alike.
+        group: sums the gradients once, when all micro batches are done.
         scaler: scales a loss before its backward pass.
         stages: puts off weight gradients within each backward pass.
+        expected: waits for the sum of the targets, or else of the micro batches, of all ranks. It is known before the
+            first backward pass, and asked for then. Without it the ranks find it out now.
+        reduce_dtype: in which the gradients of the ranks are summed.
 
     Returns:
         The loss of the update, which is the weighted mean of the losses: a detached 0-dim tensor on the device.
@@ -47,13 +55,21 @@ def accumulate(
     Raises:
         ModelError: a loss has no gradient.
     """
-    expected = len(batches) * group.size if targets is None else max(1, group.reduce(sum(targets)))
-    weights: list[int | Tensor] = [1] * len(batches) if targets is None else list(targets)
+    parameters = list(parameters)
+    weights: list[int | Tensor] = list(map(_micro_batches_in, batches)) if targets is None else list(targets)
+    if expected is None:
+        summed = group.reduce(sum(int(weight) for weight in weights))
+        expected = lambda: summed  # noqa: E731
+    everything: int | None = None
     counts_differ = False
     total: Tensor | None = None
     for number, batch in enumerate(batches):
+        if batch is None:
+            continue
         with phase("forward"):
             loss, weight = forward(batch)
+        if everything is None:
+            everything = max(1, expected())
         if targets is not None and weight is not None:
             # Without a target it may be the mean of nothing, and NaN. Only then is a weight on the device read.
             weights[number], counts_differ = weight if targets[number] else int(weight), True
@@ -66,7 +82,7 @@ def accumulate(
                     "is computed from what the model returned"
                 )
             # A mean over n of N values, times n / N, is their part of the mean over all N.
-            loss = loss / (expected / weight)
+            loss = loss / (everything / weight)
             # Backward at once, so that the graph of only one micro batch is alive.
             with phase("backward"):
                 if stages is not None:
@@ -77,17 +93,37 @@ def accumulate(
         else:
             loss = torch.zeros_like(loss)
         total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None, "an update has at least one micro batch"
+    if group.size > 1:
+        with phase("update"):
+            everything = max(1, expected())
+            total = parameters[0].new_zeros((), dtype=torch.float32) if total is None else total
+            # The last of these says whether any rank's counts differ.
+            own = [total, torch.as_tensor(sum(weights), device=total.device), total.new_tensor(float(counts_differ))]
+            numbers = torch.stack([number.to(torch.float64) for number in own])
+            summed_loss, counted, differ = sum_gradients(parameters, group, numbers, reduce_dtype).unbind()
+            total = summed_loss.to(total.dtype)
+            # Whoever has no batch does not know whether counts differ. A device is not asked for it.
+            counts_differ = targets is not None and (total.device.type != "cpu" or bool(differ))
+    else:
+        assert total is not None, "an update has at least one micro batch"
+        assert everything is not None
+        counted = torch.as_tensor(sum(weights), device=total.device)
     if not counts_differ:
         return total
     # Some losses were means of other numbers of values than there are targets, as only they themselves tell.
-    counted = group.reduce(torch.as_tensor(sum(weights), device=total.device))
-    correction = expected / counted.clamp(min=1)
+    correction = (everything / counted.clamp(min=1)).to(total.dtype)
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(correction)
     return total * correction
+
+
+def _micro_batches_in(part: Any) -> int:
+    """How many micro batches a part of an update is: none, one, or several that are merged."""
+    if part is None:
+        return 0
+    return len(part.samples) if isinstance(part, Merged) else 1
 
 
 def clip_gradients(

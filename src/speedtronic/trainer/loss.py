@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtronic.errors import DataError, ModelError
+from speedtronic.errors import DataError, InputError, ModelError
 from speedtronic.model import IGNORE_INDEX, causal_cross_entropy
 from speedtronic.registry import import_factory
 
@@ -84,7 +84,8 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
 
     With `loss_fn`, that is `loss_fn(output, batch)`. Otherwise:
 
-    - a mapping's `"loss"`; without one, causal cross-entropy of its `"logits"` (B, T, V) and the labels;
+    - a mapping's `"loss"`; without one, causal cross-entropy of its `"logits"` (B, T, V) and the labels; a named tuple
+      with one of these fields counts as a mapping;
     - a bare tensor is the loss itself, whatever its shape; but a row of numbers for each integer label is refused;
     - the first field of a tuple or list: a scalar, or one value per sample, is the loss; (B, T, V) are causal logits
       when the labels fit.
@@ -102,7 +103,7 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
         DataError: there are logits but no integer labels to compare them with.
         ValueError: the labels do not fit the logits.
     """
-    loss = loss_fn(output, batch) if loss_fn is not None else _infer_loss(output, batch)
+    loss = _called(loss_fn, output, batch) if loss_fn is not None else _infer_loss(output, batch)
     if not isinstance(loss, Tensor):
         raise ModelError(f"the loss must be a tensor, not {type(loss).__name__}")
     # The mean of half-precision values, and sums of such means, would have three digits.
@@ -123,7 +124,7 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
         return MeanLoss(_mean_over_targets(loss, orders, warn))
     # One value for each sample is a mean of its own; more than that are values of tokens. `doubt_about` is for a
     # tensor that the model returned as it is.
-    meant_as_loss = loss_fn is not None or isinstance(output, Mapping)
+    meant_as_loss = loss_fn is not None or isinstance(by_name(output), Mapping)
     if warn is not None and targets is not None and meant_as_loss and targets.ndim > 1 and loss.numel() > len(targets):
         # As many values as targets are those of the targets alone, unless one is 0, as at an ignored label.
         ignored = ~targets.all() & ((targets.sum() != loss.numel()) | (loss.detach() == 0).any())
@@ -135,6 +136,19 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
         )
     own = labels is not None and labels.ndim > 0 and loss.numel() != labels.numel() and len(loss) == len(labels)
     return MeanLoss(loss.mean(), loss.numel() if own else None)
+
+
+def _called(loss_fn: LossFunction, output: Any, batch: Any) -> Any:
+    try:
+        return loss_fn(output, batch)
+    except (TypeError, AttributeError) as error:
+        if not isinstance(error, InputError):
+            error.add_note(
+                "raised by the loss function, which is called with the model's output and the whole batch: one that "
+                "takes the targets alone needs a function around it, such as lambda output, batch: "
+                "criterion(output, batch[1])"
+            )
+        raise
 
 
 def _orders(loss: Tensor, targets: Tensor) -> list[Tensor]:
@@ -220,7 +234,14 @@ def _mean_over_targets(loss: Tensor, orders: list[Tensor], warn: Warn | None) ->
     return _mean(loss, counted, by=targets)
 
 
+def by_name(output: Any) -> Any:
+    """A named tuple that says which field is which, as a mapping; any other output as it is."""
+    names = getattr(output, "_fields", ()) if isinstance(output, tuple) else ()
+    return dict(zip(names, output, strict=True)) if {"loss", "logits", "predictions"} & {*names} else output
+
+
 def _infer_loss(output: Any, batch: Any) -> Tensor:
+    output = by_name(output)
     if isinstance(output, Tensor):
         _refuse_class_scores(output, batch)
         return output
@@ -228,6 +249,8 @@ def _infer_loss(output: Any, batch: Any) -> Tensor:
         loss, logits = output.get("loss"), output.get("logits")
         if isinstance(loss, Tensor):
             return loss
+        if loss is not None:
+            raise ModelError(f"the 'loss' of the model output is no tensor, but a {type(loss).__name__}; {_REMEDY}")
         if isinstance(logits, Tensor) and logits.ndim == 3:
             return _causal_loss(logits, batch)
         raise ModelError(
@@ -283,7 +306,7 @@ def doubt_about(output: Any, batch: Any, warn: Warn) -> None:
     what the model predicts, and so may a tensor in the shape of numbers of the batch. Losses below 0 beside labels
     are rare.
     """
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    first = output[0] if isinstance(output := by_name(output), (tuple, list)) and output else output
     if not isinstance(first, Tensor) or first.ndim == 0 or (first.ndim > 1 and first is not output):
         return
     message = f"the model returned a tensor of shape {tuple(first.shape)}, which is averaged as the loss"
@@ -301,6 +324,42 @@ def doubt_about(output: Any, batch: Any, warn: Warn) -> None:
         warn("loss", f"{message}; {remedy}")
     elif labels is not None:
         warn("loss", f"{message}, and has values below 0; {remedy}", (first.detach() < 0).any())
+
+
+def doubt_labels(batch: Any, warn: Warn) -> None:
+    """Tell `warn` where integers of -100 are in a field that is not taken for the labels, and perhaps holds them.
+
+    That is one of a mapping without labels, or one of a tuple behind the first two.
+    """
+    if isinstance(batch, Mapping):
+        fields = {} if batch_labels(batch) is not None else dict(batch)
+    else:
+        fields = dict(enumerate(batch[2:], start=2)) if isinstance(batch, (tuple, list)) else {}
+    for name, value in fields.items():
+        if isinstance(value, Tensor) and value.dtype in _SIGNED:
+            warn(
+                f"labels in {name}",
+                f"the field {name} of a batch has integers of {IGNORE_INDEX}, and is not taken for its labels: an "
+                f"evaluation does not weigh by it, and of a loss for each label all values count. The labels are a "
+                f"mapping's {', '.join(LABELS)}, or the second field of a tuple: name this one 'labels' in a mapping",
+                (value == IGNORE_INDEX).any(),
+            )
+
+
+class _Lent:
+    """The loss function of a trainer, as an evaluator that has none of its own uses it."""
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        return self._loss_fn(output, batch)
+
+
+def lend_loss(evaluator: Any, loss_fn: LossFunction | None) -> None:
+    """Let an evaluator with a `loss_fn` that is None use this one, in place of one that another trainer lent it."""
+    if hasattr(evaluator, "loss_fn") and (evaluator.loss_fn is None or isinstance(evaluator.loss_fn, _Lent)):
+        evaluator.loss_fn = None if loss_fn is None else _Lent(loss_fn)
 
 
 # ---------------------------------------------------------------------- losses by name
@@ -422,7 +481,7 @@ def _mean_squared_error(output: Any, batch: Any) -> Tensor:
             "cross_entropy for classes"
         )
     # (B, 1) and (B,) would broadcast to (B, B), every prediction against every label.
-    if _without_ones(prediction) != _without_ones(labels):
+    if sizes_but_ones(prediction) != sizes_but_ones(labels):
         raise DataError(
             f"loss: mse cannot compare predictions of shape {tuple(prediction.shape)} with labels of shape "
             f"{tuple(labels.shape)}: they must be equal, but for dimensions of 1"
@@ -431,13 +490,14 @@ def _mean_squared_error(output: Any, batch: Any) -> Tensor:
     return F.mse_loss(prediction.to(wide), labels.reshape(prediction.shape).to(wide))
 
 
-def _without_ones(tensor: Tensor) -> list[int]:
+def sizes_but_ones(tensor: Tensor) -> list[int]:
+    """The shape of a tensor without its dimensions of 1."""
     return [size for size in tensor.shape if size != 1]
 
 
 def _prediction(output: Any, name: str) -> Tensor:
     """What a model returned: a tensor, a mapping's `"logits"`, or the first field of a tuple or list."""
-    found = output
+    found = output = by_name(output)
     if isinstance(output, Mapping):
         found = output.get("logits")
     elif isinstance(output, (tuple, list)) and output:
@@ -507,13 +567,19 @@ def align_labels(batch: Any) -> Any:
     Position t gets the label of t + 1 and the last position none: (…, T) integers in, (…, T) int64 out.
 
     Raises:
-        DataError: the labels are no integers.
+        DataError: the labels are no integers, or no rows.
     """
     labels = batch_labels(batch)
     if labels is None:
         return batch
     if labels.is_floating_point():
         raise DataError(f"data.labels: unshifted is for ids of tokens, and the labels of the batch are {labels.dtype}")
+    ids = as_tensor(batch.get("input_ids", batch.get("inputs")) if isinstance(batch, Mapping) else batch[0])
+    if labels.ndim < 2 and (ids is None or ids.ndim != labels.ndim):
+        raise DataError(
+            f"data.labels: unshifted is for labels that repeat rows of ids of tokens, and those of the batch have the "
+            f"shape {tuple(labels.shape)}, as one class for each sample has; set data.labels to aligned"
+        )
     aligned = torch.full_like(labels, IGNORE_INDEX, dtype=torch.int64)
     aligned[..., :-1] = labels[..., 1:]
     if isinstance(batch, Mapping):

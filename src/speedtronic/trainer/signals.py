@@ -10,24 +10,37 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from speedtronic.ranks import Group
+
 # A terminal that is closed, or a connection to one that is lost, is a SIGHUP. Windows has no such signal.
 _HANGUP = None if sys.platform == "win32" else signal.SIGHUP
 WATCHED = tuple(number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP) if number is not None)
 
 
 class SignalWatch:
-    """Context manager that keeps the first SIGINT, SIGTERM or SIGHUP in `received`. A second one ends the process.
+    """Context manager that keeps the first SIGINT, SIGTERM or SIGHUP in `noted`. A second one ends the process.
 
     A SIGHUP does not count for that: when a terminal is closed, the shell and the kernel both send it, and a service
     manager sends it together with SIGTERM.
 
-    Only the main thread of a process may install handlers. In other threads `received` stays None.
+    Only the main thread of a process may install handlers. In other threads `noted` stays None.
+
+    Attributes:
+        noted: the signal to this process.
+        agreed: with other ranks, the signal that all of them know of, and act on.
     """
 
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+    def __init__(self, group: Group | None = None) -> None:
+        self.noted: signal.Signals | None = None
+        self.agreed: signal.Signals | None = None
+        self._alone = group is None or group.size == 1
         self._is_asked = False
         self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def received(self) -> signal.Signals | None:
+        """The signal to act on; None if there was none."""
+        return self.noted if self._alone else self.agreed
 
     def __enter__(self) -> SignalWatch:
         if threading.current_thread() is threading.main_thread():
@@ -52,7 +65,7 @@ class SignalWatch:
             if self._is_asked:
                 self._end(number)
             self._is_asked = True
-        self.received = self.received or signal.Signals(number)
+        self.noted = self.noted or signal.Signals(number)
 
     def _end(self, number: int) -> None:
         if sys.stdout is not None and sys.stdout.isatty():

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
+from speedtronic.checkpoint.sharing import gather_states
 from speedtronic.config import EvalConfig, SpeedtronicConfig
 from speedtronic.data import BatchStream
-from speedtronic.errors import CheckpointError
+from speedtronic.data.loading.iterable_loader import StreamLoader
+from speedtronic.data.loading.loader import TokenLoader
+from speedtronic.data.loading.sampler import derive_seed
+from speedtronic.errors import CheckpointError, DataError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.optimizers.optimizer_set import OptimizerSet
 from speedtronic.precision import PrecisionPlan, make_grad_scaler
+from speedtronic.ranks import Group
 from speedtronic.trainer.ema import WeightAverage
 from speedtronic.trainer.monitor import Monitor
 from speedtronic.trainer.reporting import Counters
@@ -54,13 +61,23 @@ class TrainerState:
     """
 
     def __init__(
-        self, dataloader: Any, metadata: Mapping[str, Any], evaluation: EvalConfig, *, warn: Callable[[str], None]
+        self,
+        dataloader: Any,
+        metadata: Mapping[str, Any],
+        evaluation: EvalConfig,
+        group: Group,
+        *,
+        warn: Callable[[str], None],
     ) -> None:
         self._metadata = dict(metadata)
+        self._group = group
+        self._keeps_position = isinstance(dataloader, TokenLoader | StreamLoader)
+        self._randomized = False
         self.monitor = Monitor(evaluation)
         self.batches = BatchStream(dataloader, capture_rng=capture_rng_state, restore_rng=restore_rng_state, warn=warn)
         self.counters = Counters()
         self.average: WeightAverage | None = None
+        self._said_what_it_lacks = False
         self.scaler: dict[str, Any] | None = None
         self.coordinator: dict[str, Any] | None = None
 
@@ -71,6 +88,12 @@ class TrainerState:
             scaler.load_state_dict(self.scaler)
         self.scaler = None
         return scaler
+
+    def randomize_rank(self) -> None:
+        """Give each rank random numbers of its own, once for a run. Rank 0 keeps those that one process would have."""
+        if self._group.rank and not self._randomized:
+            seed_rank(self._group.rank)
+        self._randomized = True
 
     def tree(
         self,
@@ -83,6 +106,12 @@ class TrainerState:
     ) -> dict[str, Any]:
         """What `Trainer.state_dict` returns. `scaler` and the losses are those of the `fit` that is running, if any."""
         coordinator = run.coordinator.state_dict() if run.coordinator is not None else None
+        # What differs between ranks; all else is alike. Rank 0's stands where that of one process does.
+        first, *others = gather_states(
+            self._group, {"rng": capture_rng_state(), "data": self.batches.state_dict(), "step": run.step}
+        )
+        if wrong := [rank for rank, other in enumerate(others, start=1) if other["step"] != run.step]:
+            raise CheckpointError(f"ranks {wrong} are at another step than rank 0: they cannot be saved as one state")
         return {
             **self._metadata,
             "step": run.step,
@@ -95,8 +124,9 @@ class TrainerState:
             "ema": self.average.state_dict() if self.average is not None else None,
             "coordinator": coordinator if coordinator is not None else self.coordinator,
             "callbacks": callbacks,
-            "rng": capture_rng_state(),
-            "data": self.batches.state_dict(),
+            "rng": first["rng"],
+            "data": first["data"],
+            **({"ranks": others} if others else {}),
             "metrics": {"loss": loss, "eval_loss": eval_loss, "monitored": self.monitor.measured_at(run.step)},
             "monitor": self.monitor.state_dict(),
             "precision": run.precision.mode,
@@ -119,11 +149,22 @@ class TrainerState:
         # Scaler and coordinator do not exist yet. `fit` gives them their state when it starts them.
         self.scaler, self.coordinator = state.get("scaler"), state.get("coordinator")
         self.monitor.load_state_dict(state.get("monitor"), inform=run.logger.info)
+        ranks = [state, *state.get("ranks", ())]
+        rank, as_before = self._group.rank, len(ranks) == self._group.size
         if state.get("data") is not None:
-            self.batches.load_state_dict(state["data"])
+            if not as_before and not self._keeps_position:
+                raise DataError(
+                    f"the checkpoint is of {len(ranks)} ranks, and here are {self._group.size}: only the loaders of "
+                    "speedtronic.data can go on at the same sample; use one of them, or as many ranks"
+                )
+            # The position of rank 0 counts the samples of all ranks, so any number of ranks goes on from there.
+            self.batches.load_state_dict(ranks[rank if as_before else 0]["data"])
         # Last, so that nothing above moves the random numbers of the resumed run.
-        if state.get("rng") is not None:
-            restore_rng_state(state["rng"], warn=run.logger.warning)
+        if rank < len(ranks) and ranks[rank].get("rng") is not None:
+            restore_rng_state(ranks[rank]["rng"], warn=run.logger.warning)
+        elif rank:
+            seed_rank(rank, run.step)
+        self._randomized = True
 
     def start_average(self, run: Run) -> None:
         """Start the average of the weights where `optimizer.ema` is on, unless there is one of these very weights."""
@@ -133,6 +174,26 @@ class TrainerState:
             self.average = None
         if self.average is None and decay is not None:
             self.average = WeightAverage(model, decay)
+
+    def update_average(self, run: Run, refused: Tensor | None) -> None:
+        """Move the average of the weights, if there is one, as `WeightAverage.update` does."""
+        if self.average is None:
+            return
+        self.average.update(refused)
+        if not self._said_what_it_lacks and self.average.lacks_weights():
+            self._said_what_it_lacks = True
+            run.logger.warning(
+                "optimizer.ema: weights are trained that were frozen when the average began: they are in it as they "
+                "are, not averaged; freeze them in a callback's on_train_start instead, and all are averaged"
+            )
+
+
+def seed_rank(*parts: int) -> None:
+    """Seed the generators from torch's own seed and these numbers: a rank, and the step where it begins."""
+    seed = derive_seed(torch.initial_seed(), *parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -11,24 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.errors import ConfigError, InputError, ModelError, ScalerOverflowError
+from speedtronic.errors import ConfigError, DataError, InputError, ModelError, RankError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
 from speedtronic.scheduling import StageStreamScheduler
 from speedtronic.trainer.compile import Compilation
-from speedtronic.trainer.forward import Forward
+from speedtronic.trainer.forward import Forward, tensors_in
 from speedtronic.trainer.gradients import accumulate, clip_gradients
 from speedtronic.trainer.loss import MeanLoss, align_labels, count_targets
 from speedtronic.trainer.merging import Merged, merge
-from speedtronic.trainer.nonfinite import NonFiniteGuard
+from speedtronic.trainer.nonfinite import NonFiniteGuard, running_statistics
 from speedtronic.trainer.out_of_memory import is_out_of_memory
 from speedtronic.trainer.profiling import phase
+from speedtronic.trainer.reduction import average_buffers
 from speedtronic.trainer.unsupported import needs_closure
 
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row
 # multiplies its loss by less than 2⁻⁴⁸ and will not recover.
 MAX_CONSECUTIVE_OVERFLOWS = 64
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 # What torch says of the fused attention kernels of each device. No forward pass can know that it will be asked for.
 _NO_SECOND_DERIVATIVE = re.compile(r"derivative for aten::_scaled_dot_product_\w+ is not implemented")
@@ -68,6 +71,8 @@ class Updater:
         move_batch: copies a batch to the device.
         optimizer: applies the updates. Its `step` is looked up each time, so that it can be wrapped.
         scaler: scales losses under float16; disabled otherwise.
+        group: the ranks that share an update.
+        micro_batches: how many this rank computes of an update.
         config: how the loss is normalised, gradients are clipped, and updates that are not finite are treated.
         logger: receives the event of an overflow, and is told of parameters that nothing trains.
         merged: how many micro batches run as one forward pass, where they fit together.
@@ -83,6 +88,7 @@ class Updater:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         group: Group,
+        micro_batches: int,
         config: SpeedtronicConfig,
         logger: MetricLogger,
         merged: int = 1,
@@ -102,7 +108,9 @@ class Updater:
         self._move_batch = move_batch
         self._optimizer = optimizer
         self._group = group
-        self._micro_batches = config.accumulation_steps
+        self._micro_batches = micro_batches
+        self._reduce_dtype = _DTYPES[config.parallel.reduce_dtype]
+        self._statistics = running_statistics(unwrapped(model)) if group.size > 1 else []
         self._unshifted = config.data.labels == "unshifted"
         self._by_tokens = config.data.loss_normalization == "tokens"
         self._max_norm, self._max_value = config.optimizer.grad_clip, config.optimizer.grad_clip_value
@@ -115,16 +123,34 @@ class Updater:
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._not_owned = [(name, p) for name, p in unwrapped(model).named_parameters() if id(p) not in owned]
         self._named: set[str] = set()
+        self._weight: Callable[[], int] | None = None
         self._clear()  # what was left from before
 
     def take(self, batches: Iterator[Any]) -> list[Any]:
-        """The next micro batches of one update, with labels that are aligned."""
+        """The next micro batches of one update, with labels that are aligned.
+
+        Raises:
+            DataError: the loader has written one of them over another, or the labels cannot be aligned.
+        """
         with phase("data"):
-            taken = [next(batches) for _ in range(self._micro_batches)]
+            taken, versions = [], []
+            for _ in range(self._micro_batches):
+                taken.append(next(batches))
+                versions += [(tensor, tensor._version) for tensor in tensors_in(taken[-1]) if not tensor.is_inference()]
+            if any(tensor._version != version for tensor, version in versions):
+                raise DataError(
+                    "the data loader has written into a batch that it gave before, and an update takes "
+                    f"{self._micro_batches} of them at once; give each batch memory of its own, such as a clone"
+                )
             return [align_labels(batch) for batch in taken] if self._unshifted else taken
 
-    def run(self, batches: Sequence[Any], step: int) -> Outcome:
-        """Run the update that makes global step `step`.
+    def weight_of(self, batches: Sequence[Any]) -> int:
+        """What the micro batches of this rank weigh in an update: their targets, or as many as there are."""
+        present = [batch for batch in batches if batch is not None]
+        return sum(count_targets(present)) if self._by_tokens and present else len(present)
+
+    def run(self, batches: Sequence[Any], step: int, weight: Callable[[], int] | None = None) -> Outcome:
+        """Run the update that makes global step `step`. `weight` waits for what all ranks' micro batches weigh.
 
         Raises:
             ModelError: the loss needs a second derivative that attention does not have.
@@ -140,6 +166,7 @@ class Updater:
                 logger=self._logger,
                 compiled=self._compilation.model is not None,
             )
+        self._weight = weight
         if self._has_closure:
             return Outcome(*self.guard.step_with_closure(partial(self._evaluate, batches)), applied=True)
         loss = self._backward(batches)
@@ -177,14 +204,22 @@ class Updater:
         return [name for name, _ in with_gradient]
 
     def _backward(self, batches: Sequence[Any]) -> Tensor:
-        """Accumulate the gradients of the update; if compiled code fails, once more without it."""
+        """Accumulate the gradients of the update, and average what the ranks' forward passes have written."""
+        loss = self._compiled_or_not(batches)
+        if self._statistics:
+            average_buffers([owner.get_buffer(name) for _, owner, name in self._statistics], self._group)
+        return loss
+
+    def _compiled_or_not(self, batches: Sequence[Any]) -> Tensor:
+        """Accumulate the gradients; if compiled code fails, once more without it."""
         if self._compilation.model is None:
             return self._accumulate(self._model, batches)
         self._compilation.states.keep()
         try:
             loss = self._accumulate(self._compilation.model, batches)
         except Exception as error:  # noqa: BLE001 - compilers fail in any way; what the eager rerun raises is raised
-            if is_out_of_memory(error) or isinstance(error, InputError):  # a batch or a loss that cannot be used
+            # A batch or a loss that cannot be used, or a rank that has gone, is no fault of the compiler.
+            if is_out_of_memory(error) or isinstance(error, InputError | RankError):
                 raise
             self._compilation.abandon("runtime_fallback", error)
         else:
@@ -202,7 +237,9 @@ class Updater:
             parts = merge(batches, self._merged, by_tokens=self._by_tokens) or batches
         targets = None
         if self._by_tokens:
-            targets = count_targets([part.batch if isinstance(part, Merged) else part for part in parts])
+            present = [part.batch if isinstance(part, Merged) else part for part in parts if part is not None]
+            counts = iter(count_targets(present) if present else [])
+            targets = [0 if part is None else next(counts) for part in parts]
         try:
             return accumulate(
                 lambda part: self._loss(model, part),
@@ -212,6 +249,8 @@ class Updater:
                 group=self._group,
                 scaler=self.scaler,
                 stages=self._stages,
+                expected=self._weight if self._group.size > 1 else None,
+                reduce_dtype=self._reduce_dtype,
             )
         except RuntimeError as error:
             if _NO_SECOND_DERIVATIVE.search(str(error)) is None:

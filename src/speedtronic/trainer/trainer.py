@@ -8,19 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from speedtronic.checkpoint import CheckpointManager, RunLock, check
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError, NonFiniteError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.modes import PartsSetApart
-from speedtronic.precision import PrecisionPlan, resolve_device, resolve_precision, use_device
-from speedtronic.ranks import Group, SingleProcess
+from speedtronic.parallel.start import join_group
+from speedtronic.precision import PrecisionPlan, resolve_precision, use_device
+from speedtronic.ranks import share_weights
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
 from speedtronic.trainer.between_steps import BetweenSteps, Evaluator
 from speedtronic.trainer.callbacks import Callbacks
@@ -29,11 +31,13 @@ from speedtronic.trainer.fit import Fit
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
 from speedtronic.trainer.freezing import freezing_schedule
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
+from speedtronic.trainer.group_sync import share_coordinator
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
-from speedtronic.trainer.loss import LossFunction, loss_by_name
+from speedtronic.trainer.loss import LossFunction, lend_loss, loss_by_name
 from speedtronic.trainer.merging import check_merging
 from speedtronic.trainer.nonfinite import nonfinite_error
 from speedtronic.trainer.out_of_memory import advice_if_out_of_memory
+from speedtronic.trainer.ranks import check_alike, logger_of_rank, share_updates
 from speedtronic.trainer.readback import Numbers, Readback, Update
 from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.result import TrainResult
@@ -44,46 +48,42 @@ from speedtronic.trainer.state import TrainerState
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
 from speedtronic.trainer.training_step import TrainingStep, updater_for
-from speedtronic.trainer.unsupported import drivable, refuse_exhausted
-from speedtronic.trainer.unused import follows_config, unused_keys, with_known_sizes
+from speedtronic.trainer.unsupported import drivable, refuse_autocast, refuse_exhausted
+from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
 class Trainer:
     """Trains a module on the batches of a loader, one global step at a time.
 
-    A global step is one optimizer update over `config.accumulation_steps` micro batches.
+    A global step is one optimizer update over `config.accumulation_steps` micro batches, which the processes that
+    torchrun has started share (`config.parallel`). Rank 0's logger, checkpoints and callback states count.
 
     Args:
         model: the module. `trainer.loss.resolve_loss` says what it may return.
-        optimizer: any `torch.optim.Optimizer` over its parameters; with a `training_step` also a dict of several by
-        name. dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
+        optimizer: any `torch.optim.Optimizer` over its parameters; beside a `training_step` also a dict of several.
+        dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
         device: where to train; "auto" chooses CUDA, then MPS, then the CPU.
         config: a `SpeedtronicConfig`, or a dict of one; the defaults without it. A warning names what nothing acts on.
-        scheduler: advanced once per global step; a `ReduceLROnPlateau` by each evaluation of `eval.every_steps`, with
-            the number of `eval.monitor`. Beside a dict of optimizers, a dict with some of its names.
-        precision: a resolved plan; from `config.precision` without it.
-        logger: receives all events; one that prints to the terminal without it.
+        scheduler: advanced at each global step, a `ReduceLROnPlateau` by evaluations; a dict beside one of optimizers.
+        precision, logger: a resolved plan, and what receives all events; made from the config without them.
         checkpoint_manager: without it nothing is saved.
         coordinator: keeps the model in step with other machines. It is started, called after each step, and stopped.
         max_steps: default target of `fit`; `config.data.max_steps` or `config.run.max_steps` without it.
         start_step: the global step at which counting begins.
         loss_fn: `loss_fn(output, batch)` gives the loss, for models that do not; what `config.loss` names without it.
-            It becomes the `loss_fn` of the evaluator too, if that has one which is None.
+            It is the `loss_fn` of the evaluator too, while this trainer trains, if that has one which is None.
         evaluator: called at the cadence of `config.eval` with the model, or with the averaged model where
             `config.optimizer.ema` keeps one, and with a function that says whether the run is being interrupted.
         lock_directory: a folder that belongs to this run while it trains, as that of the checkpoints always does.
         on_lock: called by `fit` as soon as the folders belong to it.
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
-        shape_report: the result of an earlier startup shape validation; without it `fit` validates.
+        shape_report: of an earlier startup shape validation; without it `fit` validates.
         callbacks: objects with methods of `trainer.Callback`, called in this order; `build_runtime` builds a YAML's.
-        training_step: `training_step(model, batch, step)` gives the loss of a micro batch, or yields several for
-            several optimizers (`trainer.training_step.TrainingStep`). Then `loss_fn` is for the evaluator alone.
-        merged_micro_batches: how many of an update run as one forward pass, where they fit together; with the same
-            gradients to rounding. Only of a model that declares `supports_merged_microbatches`, without a `loss_fn`.
+        training_step: a `trainer.training_step.TrainingStep`, for several losses; `loss_fn` is the evaluator's then.
+        merged_micro_batches: how many run as one forward pass; of a model that declares `supports_merged_microbatches`.
 
     Raises:
-        ConfigError: the loop cannot drive the optimizer or the scheduler; a callback has no method of one;
-            `config.loss` names a function that cannot be imported; micro batches cannot be merged.
+        ConfigError: a part, or what `config.loss` names, cannot be used; micro batches cannot be merged.
         DeviceError: the device does not exist here.
     """
 
@@ -116,44 +116,40 @@ class Trainer:
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         given = optimizer, scheduler, training_step, evaluator, merged_micro_batches
         self.optimizer, self.scheduler = drivable(self.config, *given)
-        self._training_step = training_step
-        self.model = model
-        self.dataloader = dataloader
-        self.device = resolve_device(device)
-        self.logger = logger or MetricLogger(
-            level=self.config.logging.level, every_steps=self.config.logging.every_steps or 1
-        )
+        self._new_updater = partial(updater_for, training_step)
+        self.model, self.dataloader = model, dataloader
+        self._group, self.device = join_group(self.config.parallel, device)
+        self._micro_batches = share_updates(self.config, self._group, model, dataloader, self.optimizer)
+        self.logger = logger_of_rank(self._group, logger, self.config)
         self.precision = precision or resolve_precision(self.config.precision, self.device, warn=self.logger.warning)
         self.checkpoint_manager = checkpoint_manager
         self.coordinator = coordinator
-        self.max_steps = (
-            max_steps if max_steps is not None else (self.config.data.max_steps or self.config.run.max_steps)
-        )
+        configured = self.config.data.max_steps or self.config.run.max_steps
+        self.max_steps = configured if max_steps is None else max_steps
         self.shape_report = shape_report
         self.step = start_step
-        self._group: Group = SingleProcess()
         self._evaluator = evaluator
-        freezing = freezing_schedule(model, self.config.optimizer) if follows_config(self.optimizer) else []
-        self._callbacks = Callbacks([*callbacks, *freezing], warn=self.logger.warning)
+        callbacks = [*callbacks, *freezing_schedule(model, self.config.optimizer, self.optimizer)]
+        self._callbacks = Callbacks(callbacks, warn=self.logger.warning)
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
-        self._state = TrainerState(dataloader, metadata or {}, self.config.eval, warn=self.logger.warning)
+        self._state = TrainerState(dataloader, metadata or {}, self.config.eval, self._group, warn=self.logger.warning)
         parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=self.optimizer, scheduler=scheduler)
         parts |= dict(checkpoint_manager=checkpoint_manager, coordinator=coordinator, loss_fn=loss_fn, logger=logger)
         parts |= {"evaluator": evaluator, "callbacks": callbacks or None, "metadata": metadata}
         for problem in unused_keys(self.config, parts):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
-        if evaluator is not None and hasattr(evaluator, "loss_fn") and evaluator.loss_fn is None:
-            evaluator.loss_fn = loss_fn
-        self._merged = check_merging(model, loss_fn, self.config.accumulation_steps, merged_micro_batches)
+        lend_loss(evaluator, loss_fn)
+        self._merged = check_merging(model, loss_fn, self._micro_batches, merged_micro_batches)
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
-        self._count_warning = Once(self.logger.warning)
+        self._count = partial(batch_size_and_tokens, once=Once(self.logger.warning))
         self._parts = PartsSetApart(model, inform=self.logger.info, warn=self.logger.warning)
         self._fit: Fit | None = None
         if self.config.gradient_checkpointing:
             enable_gradient_checkpointing(model, self.logger)
-        self._compilation = Compilation(model, self.config, self.logger, self.device, self._merged, loss_fn)
+        passes = self._micro_batches // self._merged
+        self._compilation = Compilation(model, self.config, self.logger, self.device, passes, loss_fn)
 
     @property
     def samples(self) -> int:
@@ -181,16 +177,16 @@ class Trainer:
     def fit(self, max_steps: int | None = None) -> TrainResult:
         """Train until the global step reaches the target, and return what happened.
 
-        The target is `max_steps`, else the constructor's, else the config's; a run that is already past it trains
-        nothing. Ctrl-C, SIGTERM and SIGHUP finish the current step and end the run with a checkpoint. What a callback
-        raises ends it too, after a checkpoint that was due.
+        The target is `max_steps`, else the constructor's, else the config's; a run past it trains nothing. Ctrl-C,
+        SIGTERM and SIGHUP finish the current step and end the run with a checkpoint. What a callback raises ends it
+        too, after a checkpoint that was due.
 
         Raises:
-            ConfigError: the target is not positive or further than the scheduler reaches, or `optimizer.ema` is on and
-                the model cannot be copied.
+            ConfigError: the target is not positive or beyond the scheduler's end, or `optimizer.ema` cannot copy it.
             RunLockedError: another process is training in this folder.
             NonFiniteError: a loss or gradient is not finite, and `run.on_nonfinite` is stop.
             ScalerOverflowError: the gradient scaler skipped too many updates in a row.
+            RankError: another rank has gone.
         """
         with ExitStack() as stack, advice_if_out_of_memory(self.config, self.device):
             fit = self._begin(max_steps, stack)
@@ -198,6 +194,7 @@ class Trainer:
             self._start_coordinator(fit, stack)
             self._skip_finished_work(fit)
             self._state.start_average(self)
+            fit.announce(self, self._micro_batches)
             # The average has started by now: a callback may freeze weights again that were averaged before the save.
             fit.between.begin()
             fit.reporter.begin(compiles=self._compilation.model is not None)
@@ -210,42 +207,48 @@ class Trainer:
 
     def _begin(self, max_steps: int | None, stack: ExitStack) -> Fit:
         """Lock the folders, put the model on the device, and build what this call of `fit` needs."""
-        configured = self.config.data.max_steps or self.config.run.max_steps
-        requested = next(steps for steps in (max_steps, self.max_steps, configured) if steps is not None)
+        requested = self.max_steps if max_steps is None else max_steps
         if requested <= 0:
             raise ConfigError(f"max_steps must be positive, not {requested}")
         refuse_exhausted(self.scheduler, requested - self.step)
-        manager = self.checkpoint_manager
+        refuse_autocast(self.device)
+        leads = self._group.rank == 0
+        manager = self.checkpoint_manager if leads else None
         checkpoints = manager.directory if manager is not None and manager.enabled else None
+        saves = check_alike(self._group, checkpoints is not None, self._evaluator)
         for folder in (self._lock_directory, checkpoints):
-            if folder is not None:
+            if folder is not None and leads:
                 stack.enter_context(RunLock(folder))
         if manager is not None and isinstance(self.logger, MetricLogger):  # a user's own may have no such attribute
             self.logger.run_id = manager.run_id
-        if self._on_lock is not None:
+        if self._on_lock is not None and leads:
             self._on_lock()
         use_device(self.device, self.config.precision.tf32)
         self.model.to(self.device)
         self._parts.train()
+        lend_loss(self._evaluator, self._forward.loss_fn)
         if uninitialized(self.model):
             initialize(self.model, lambda: self._forward.call(self.model, self._move_batch(self._state.batches.peek())))
+        share_weights(self.model, self._group)
+        self.coordinator = share_coordinator(self.coordinator, self._group, self.model, self.config)
+        self._state.randomize_rank()
         scaler = self._state.new_scaler(self.precision)
         saver = None
-        if manager is not None and manager.enabled:
+        if saves:
             # A state that a checkpoint cannot hold is an error now, and not at the first save hours later.
             check(self.state_dict())
-            saver = CheckpointSaver(manager, self.logger, background=self.config.checkpoint.background)
+            background = self.config.checkpoint.background
+            saver = CheckpointSaver(manager, self.logger, background=background, group=self._group)
             stack.callback(saver.close)
         utilisation = flop_utilisation(self.model, self.device, self.precision.dtype, self.config.data.block_size)
         target = max(self.step, requested)
         every = getattr(self.logger, "every_steps", 1)  # a user's own logger may have no cadence: it gets every step
         reporter = StepReporter(self.logger, self._state.counters, self.device, utilisation, target=target, every=every)
-        signals = stack.enter_context(SignalWatch())
+        signals = stack.enter_context(SignalWatch(self._group))
         self._fit = fit = Fit(
             first_step=self.step,
             target=target,
-            updater=updater_for(
-                self._training_step,
+            updater=self._new_updater(
                 self.model,
                 compilation=self._compilation,
                 forward=self._forward,
@@ -253,6 +256,7 @@ class Trainer:
                 optimizer=self.optimizer,
                 scaler=scaler,
                 group=self._group,
+                micro_batches=self._micro_batches,
                 config=self.config,
                 logger=self.logger,
                 merged=self._merged,
@@ -269,6 +273,7 @@ class Trainer:
                 evaluator=self._evaluator,
                 monitor=self._state.monitor,
                 saver=saver,
+                group=self._group,
                 signals=signals,
                 reporter=reporter,
                 settle=self._settle,
@@ -307,8 +312,14 @@ class Trainer:
 
     def _train_step(self, fit: Fit) -> bool:
         """Run one global step; false when the gradient scaler skipped its update."""
+        self._group.note(f"step {self.step + 1}, its data")
         batches = fit.updater.take(self._state.batches)
-        loss, norm, bad, applied = fit.updater.run(batches, self.step + 1)
+        self._parts.stay_in_training()
+        self._group.note(f"step {self.step + 1}")
+        sizes = [self._count(batch) for batch in batches if batch is not None]
+        work = fit.exchange(self._group, self.step + 1, batches, sizes)
+        loss, norm, bad, applied = fit.updater.run(batches, self.step + 1, lambda: work().weight)
+        fit.act_on(work())
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
             # The host knows already, so the run ends here and not at the next log.
             self._settle()
@@ -321,15 +332,13 @@ class Trainer:
         lr_applied = float(group["lr"])
         advance(self.scheduler)
         self.step += 1
-        sizes = [self._batch_size_and_tokens(batch) for batch in batches]
-        samples, tokens = sum(samples for samples, _ in sizes), sum(tokens for _, tokens in sizes)
+        samples, tokens = work().samples, work().tokens
         if (coordinator := fit.coordinator) is not None:
             coordinator.count(samples, tokens)
             if coordinator.after_optimizer_step(self.model, self.step) and coordinator.reset_inner_optimizer:
                 self.optimizer.state.clear()
-        if self._state.average is not None:
-            # Of the weights that the next update starts from, which the coordinator may have replaced just now.
-            self._state.average.update(bad if self.config.run.on_nonfinite != "ignore" else None)
+        # Of the weights that the next update starts from, which the coordinator may have replaced just now.
+        self._state.update_average(self, bad if self.config.run.on_nonfinite != "ignore" else None)
         update = Update(
             step=self.step,
             lr=float(group["lr"]),
@@ -352,9 +361,6 @@ class Trainer:
     def _move_batch(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
 
-    def _batch_size_and_tokens(self, batch: Any) -> tuple[int, int | Tensor]:
-        return batch_size_and_tokens(batch, self._count_warning)
-
     def _skip_finished_work(self, fit: Fit) -> None:
         """Skip the work that the coordinator knows to be done: its data, its steps, its learning rates."""
         position = fit.coordinator.continue_at() if fit.coordinator is not None else None
@@ -364,7 +370,7 @@ class Trainer:
         steps = position.step - self.step
         what_follows = "training continues after them" if position.step < fit.target else "nothing is left to train"
         self.logger.info(f"steps {self.step + 1} to {position.step} were trained before: {what_follows}")
-        self._state.batches.skip(steps * self.config.accumulation_steps)
+        self._state.batches.skip(steps * self._micro_batches)
         move_schedule(self.optimizer, self.scheduler, steps)
         self.step = position.step
         fit.reporter.move_to(position.samples, position.tokens)
@@ -458,10 +464,9 @@ class Trainer:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpointed state.
 
-        Model, average, optimizer, scheduler, counters, data position and RNG are restored at once; scaler,
-        coordinator and callbacks when `fit` starts them. The saved precision and config are informational. Only model,
-        optimizer and counters must be there: a part that the state lacks stays as it is. Without a saved average, the
-        average starts with the saved weights.
+        Scaler, coordinator and callbacks are restored when `fit` starts them, all else at once. Only model, optimizer
+        and counters must be there: another part that the state lacks stays as it is, and an average starts with the
+        saved weights. The saved precision and config are informational.
 
         Raises:
             CheckpointError: the state does not fit this model, optimizer or data; the tensors are named.

@@ -52,7 +52,7 @@ class StepwiseUpdater(Updater):
         self._optimizers = optimizer.optimizers if isinstance(optimizer, OptimizerSet) else {"": optimizer}
         self._guards = {name: NonFiniteGuard(self._policy, one, on_host=True) for name, one in self._optimizers.items()}
 
-    def run(self, batches: Sequence[Any], step: int) -> Outcome:
+    def run(self, batches: Sequence[Any], step: int, weight: Callable[[], int] | None = None) -> Outcome:
         """Run the update that makes global step `step`.
 
         Raises:

@@ -33,6 +33,11 @@ def drivable(
     Raises:
         ConfigError: the loop cannot drive them, with what to do instead.
     """
+    if evaluator is not None and not _takes(evaluator, 2):
+        raise ConfigError(
+            f"evaluator: {_named(evaluator)} cannot be called with a model and a function that says whether to stop; "
+            "let it take both, as (model, should_stop)"
+        )
     if training_step is not None:
         optimizer, scheduler = _as_one(optimizer, scheduler)
     _refuse_unsupported(optimizer, scheduler)
@@ -158,6 +163,15 @@ def _shares_groups(one: Any, other: Any) -> bool:
     return one is other or any(id(group) in groups for group in getattr(one, "param_groups", ()))
 
 
+def refuse_autocast(device: torch.device) -> None:
+    """Raise ConfigError if the caller has switched autocast on: it keeps casts of the weights that updates replace."""
+    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+        raise ConfigError(
+            "fit() was called inside torch.autocast, which would cast the weights once and compute with those casts "
+            "after each update; call it outside, and set precision.mode: bf16 or fp16"
+        )
+
+
 def refuse_exhausted(scheduler: Any, steps: int) -> None:
     """Raise ConfigError if a scheduler that ends with an error is to advance by more steps than it has left."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
@@ -166,6 +180,18 @@ def refuse_exhausted(scheduler: Any, steps: int) -> None:
                 f"scheduler: {type(part).__name__} has {left} of its {part.total_steps} steps left, and {steps} "
                 "updates are to be trained; give it as many total_steps as the run has, or train for fewer"
             )
+
+
+def _takes(function: Any, positional: int) -> bool:
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(*range(positional))
+    except TypeError:
+        return False
+    except ValueError:  # built in C: nothing is known
+        pass
+    return True
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -24,7 +24,8 @@ DEFAULT_THREADS = torch.get_num_threads()
 
 _DATA = (
     *("micro_batch_size", "target_batch_size", "block_size", "num_workers", "prefetch_factor", "pin_memory"),
-    *("dataset", "shards", "text_path", "synthetic", "labels", "loss_normalization", "document_mask"),
+    *("dataset", "shards", "text_path", "mixture", "chat", "synthetic"),
+    *("labels", "loss_normalization", "document_mask", "packing"),
 )
 _OPTIMIZER = ("name", "fused", "cautious", "cautious_rescale", "muon_plus", "muon_ns_steps", "muon_coefficients")
 

@@ -148,7 +148,7 @@ def possible_choices(config: SpeedtronicConfig, model: nn.Module, device: torch.
         merges=merges,
         most_samples=most,
         threads=_halves(cache.DEFAULT_THREADS) if on_cpu and config.run.threads is None else (),
-        precisions=("bf16",) if on_cpu and either_precision and _bf16_is_faster() else (),
+        precisions=("bf16",) if on_cpu and either_precision and bf16_is_faster() else (),
         compile_modes=((None,) if on_cpu else (None, "reduce-overhead")) if plain else (),
         regional=plain and not config.compile_options.regional,
         num_workers=tuple(n for n in (1, 2, 4) if n < cores) if data.num_workers == 0 else (),
@@ -172,7 +172,7 @@ def _halves(number: int) -> tuple[int, ...]:
     return () if number <= 1 else (number // 2, *_halves(number // 2))
 
 
-def _bf16_is_faster() -> bool:
+def bf16_is_faster() -> bool:
     """Whether this CPU multiplies bfloat16 faster: without it, a single update could take as long as many others."""
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -198,3 +198,12 @@ def test_samples_of_different_types_are_refused() -> None:
 def test_mappings_with_different_fields_are_refused(other: Any) -> None:
     with pytest.raises(DataError, match="different fields: x, y and (the fields x|float)"):
         collate_batch([{"x": 1.0, "y": 0}, other])
+
+
+@pytest.mark.parametrize("make", [int, float, np.int64, torch.tensor])
+def test_labels_that_are_one_number_for_a_sample_are_stacked_beside_padded_ids(make: Any) -> None:
+    batch = collate_batch([{"input_ids": [5, 6], "labels": make(2)}, {"input_ids": [9], "labels": make(0)}])
+
+    assert batch["input_ids"].tolist() == [[5, 6], [9, 0]]
+    assert batch["labels"].tolist() == [2, 0]
+    assert batch["attention_mask"].tolist() == [[True, True], [True, False]]

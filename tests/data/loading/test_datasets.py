@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from speedtronic.data import CharTokenizer, CorpusCharTokenizer, ShardDataset, ShardWriter
-from speedtronic.data.loading.datasets import SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
+from speedtronic.data.loading.datasets import PackedDataset, SyntheticTokenDataset, TextFileTokenDataset, TokenDataset
 from speedtronic.errors import DataError
+from speedtronic.model import ReferenceTransformer
 
 TEXT = "It is a truth universally acknowledged, that a text must be read in blocks."
 
@@ -86,10 +88,10 @@ def test_a_part_holds_its_range_and_has_its_own_fingerprint(blocks: TokenDataset
         part[3]
 
 
-def documents(folder: Path, lengths: Iterable[int]) -> Path:
+def documents(folder: Path, lengths: Iterable[int], shard_tokens: int = 10) -> Path:
     """Shards of documents of these lengths, separators included, a few tokens in each file."""
     tokenizer = CharTokenizer()
-    with ShardWriter(folder, tokenizer=tokenizer, shard_tokens=10) as writer:
+    with ShardWriter(folder, tokenizer=tokenizer, shard_tokens=shard_tokens) as writer:
         for length in lengths:
             writer.write(tokenizer.encode_array("x" * (length - 1)))
             writer.end_document()
@@ -258,3 +260,126 @@ def test_synthetic_data_of_no_size_is_refused(name: str) -> None:
 
     with pytest.raises(DataError, match=f"{name} must be at least 1, not 0"):
         SyntheticTokenDataset(**sizes)
+
+
+# ---------------------------------------------------------------------- targets
+
+
+def with_targets(folder: Path, documents: list[tuple[list[int], list[bool]]], shard_tokens: int = 10) -> Path:
+    """Shards of documents of byte ids, each ending with its separator, with which ids are targets."""
+    with ShardWriter(folder, tokenizer=CharTokenizer(), shard_tokens=shard_tokens, with_targets=True) as writer:
+        for ids, targets in documents:
+            writer.append(np.array(ids, np.uint8), np.array([len(ids)]), np.array(targets))
+    return folder
+
+
+CHATS = [
+    ([1, 2, 3, 4, 5, 0], [False, False, False, True, True, False]),
+    ([6, 7, 8, 0], [False, True, True, True]),
+    ([9, 10, 11, 12, 13, 14, 15, 16, 17, 0], [False] * 8 + [True, False]),
+    ([18, 19, 0], [True, True, True]),
+]
+
+
+def test_labels_are_the_targets_of_the_shards(tmp_path: Path) -> None:
+    dataset = ShardDataset(with_targets(tmp_path / "shards", CHATS), 11)
+
+    assert [sample["labels"].tolist() for sample in dataset] == [
+        [-100, -100, 4, 5, -100, -100, 7, 8, 0, -100, -100],
+        [-100, -100, -100, -100, -100, -100, 17, -100, 18, 19, 0],
+    ]
+    assert dataset[1]["input_ids"].tolist() == [10, 11, 12, 13, 14, 15, 16, 17, 0, 18, 19]
+
+
+# ---------------------------------------------------------------------- packing
+
+
+def pieces(dataset: PackedDataset) -> list[tuple[list[int], list[int]]]:
+    """The inputs and labels of each piece, by what the document ids say, without padding."""
+    found = []
+    for sample in dataset:
+        ids = sample["document_ids"]
+        for number in range(int(ids.max()) + 1):
+            inputs, labels = sample["input_ids"][ids == number].tolist(), sample["labels"][ids == number].tolist()
+            if number < int(ids.max()) or set(labels) != {-100}:
+                found.append((inputs, labels))
+    return sorted(found)
+
+
+def test_packed_samples_hold_whole_documents_whose_ends_predict_nothing(tmp_path: Path) -> None:
+    dataset = PackedDataset(with_targets(tmp_path / "shards", CHATS), 8, document_mask=True)
+
+    assert pieces(dataset) == [
+        ([1, 2, 3, 4, 5], [-100, -100, 4, 5, -100]),
+        ([6, 7, 8], [7, 8, 0]),
+        ([9, 10, 11, 12, 13, 14, 15, 16], [-100] * 7 + [17]),  # a document of 9 places is divided
+        ([17], [-100]),
+        ([18, 19], [19, 0]),
+    ]
+    assert len(dataset) == 3
+
+
+def test_each_token_but_the_first_of_its_document_is_a_target_once(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(1, 40, 300).tolist()
+    folder = documents(tmp_path / "shards", lengths, shard_tokens=1000)
+    dataset = PackedDataset(folder, 16)
+
+    labels = torch.stack([sample["labels"] for sample in dataset])
+    assert int((labels != -100).sum()) == sum(length - 1 for length in lengths)
+    assert dataset[0].keys() == {"input_ids", "labels"}
+    # Little is padding, and the end of the data is like the rest.
+    filled = (labels != -100).float().mean(1)
+    assert filled.mean() > 0.97
+    assert abs(filled[-50:].mean() - filled.mean()) < 0.05
+
+
+def test_a_document_without_an_end_is_packed_too(tmp_path: Path) -> None:
+    tokenizer = CharTokenizer()
+    with ShardWriter(tmp_path / "shards", tokenizer=tokenizer) as writer:
+        writer.write(tokenizer.encode_array("abc"))
+        writer.end_document()
+        writer.write(tokenizer.encode_array("defgh"))
+    dataset = PackedDataset(tmp_path / "shards", 7)
+
+    assert sorted(dataset[0]["labels"].tolist()) == [0, *b"bc", *b"efgh"]
+
+
+def test_packed_batches_parts_and_workers_agree(tmp_path: Path) -> None:
+    dataset = PackedDataset(documents(tmp_path / "shards", range(2, 40)), 16, document_mask=True)
+    batch = dataset.batch(np.array([5, 0, 3]))
+
+    for name in ("input_ids", "labels", "document_ids"):
+        assert torch.equal(batch[name], torch.stack([dataset[index][name] for index in (5, 0, 3)]))
+        assert torch.equal(dataset.part(3, 6)[0][name], dataset[3][name])
+        assert torch.equal(pickle.loads(pickle.dumps(dataset))[5][name], dataset[5][name])
+    assert len({dataset.fingerprint, ShardDataset(dataset.shards, 16).fingerprint}) == 2
+
+
+def test_documents_of_one_token_cannot_be_packed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no document has two tokens"):
+        PackedDataset(documents(tmp_path / "shards", [1, 1]), 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_kv_head": 1, "qk_norm": True}, {"ngram_order": 3}], ids=str)
+def test_the_loss_of_packed_documents_is_that_of_each_one_alone(tmp_path: Path, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = ReferenceTransformer(vocab_size=256, block_size=32, n_layer=2, n_head=2, d_model=32, **options)
+    chance = np.random.default_rng(0)
+    documents = []
+    for length in chance.integers(2, 34, 40).tolist():
+        documents.append(([*chance.integers(1, 256, length - 1).tolist(), 0], (chance.random(length) < 0.6).tolist()))
+    dataset = PackedDataset(with_targets(tmp_path / "shards", documents, 400), 32, document_mask=True)
+    packed = model(**dataset.batch(range(len(dataset))))["loss"].detach()
+
+    total, count = 0.0, 0
+    for ids, targets in documents:
+        labels = torch.tensor([[each if target else -100 for each, target in zip(ids, targets, strict=True)][1:]])
+        own = int((labels != -100).sum())
+        total += own * float(model(torch.tensor([ids[:-1]]), labels=labels)["loss"].detach())
+        count += own
+    assert float(packed) == pytest.approx(total / count, abs=1e-5)
+
+    # Without the mask the documents see each other.
+    unmasked = PackedDataset(dataset.shards, 32)
+    seen = model(**unmasked.batch(range(len(unmasked))))["loss"].detach()
+    assert abs(float(seen) - total / count) > 1e-4

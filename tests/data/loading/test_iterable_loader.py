@@ -352,18 +352,29 @@ def test_other_workers_and_batches_continue_with_the_same_items() -> None:
     assert not [one for one in said if "divided differently" in str(one.message)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(NoiseStream, {"batch_size": 4}), (ShardedNoiseStream, {"batch_size": 2, "num_workers": 1})]
-)
-def test_a_division_that_cannot_be_continued_is_taken_with_a_warning(
-    kind: type[NoiseStream], options: dict[str, int]
-) -> None:
-    with closing(StreamLoader(kind(16), 2, num_workers=2)) as interrupted:
+def test_a_division_that_cannot_be_continued_is_taken_with_a_warning() -> None:
+    with closing(StreamLoader(ShardedNoiseStream(16), 2, num_workers=2)) as interrupted:
         list(islice(interrupted, 3))
         state = interrupted.state_dict()
 
     with pytest.warns(SpeedtronicWarning, match="the epoch is divided differently than before"):
-        StreamLoader(kind(16), **options).load_state_dict(state)
+        StreamLoader(ShardedNoiseStream(16), 2, num_workers=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_batch_size_goes_on_at_the_same_item(workers: int) -> None:
+    """After 3 batches of 2 come those of 4, which begin at item 6; after one of these, those of 3, at item 10."""
+    whole = [item for batch in StreamLoader(NoiseStream(16), 2) for item in batch.tolist()]
+    state = None
+    seen = []
+    for batch_size, batches in ((2, 3), (4, 1), (3, 2)):
+        with closing(StreamLoader(NoiseStream(16), batch_size, num_workers=workers)) as loader:
+            loader.warn = lambda message: None
+            if state is not None:
+                loader.load_state_dict(state)
+            seen += [item for batch in islice(loader, batches) for item in batch.tolist()]
+            state = loader.state_dict()
+    assert seen == whole
 
 
 def test_a_changed_seed_is_taken_with_a_warning() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedtronic.data.loading.sampler import GlobalBatch, Permutation, SampleOrder, derive_seed
+from speedtronic.data.loading.sampler import BatchSampler, GlobalBatch, Permutation, SampleOrder, derive_seed
 
 
 def samples_at(order: SampleOrder, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -148,3 +148,45 @@ def test_drop_last_leaves_out_a_global_batch_that_is_not_full() -> None:
 
     assert batch.share(4) == batch.share(9) == range(2, 4)
     assert len(batch.share(3)) == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.booleans())
+def test_ranks_in_step_have_as_many_batches_and_each_sample_once(
+    batch_size: int, ranks: int, nodes: int, size: int, shuffle: bool
+) -> None:
+    """Within a node; an epoch of a node that gets no sample of the last global batch is a batch shorter."""
+    world = ranks * nodes
+    seen: Counter[int] = Counter()
+    for node in range(nodes):
+        counts = set()
+        for rank in range(node * ranks, (node + 1) * ranks):
+            part = GlobalBatch(batch_size, rank=rank, world_size=world, drop_last=False, in_step=ranks)
+            order = SampleOrder(size, shuffle=shuffle, seed=1)
+            batches = sum(part.goes_on(size - begin) for begin in range(0, size, part.size))
+            counts.add(batches)
+            for begin in range(0, size, part.size):
+                share = part.share(size - begin)
+                seen.update(samples_at(order, 0, begin + share.start, begin + share.stop).tolist())
+        assert len(counts) == 1
+    assert seen == Counter(range(size))
+
+
+def test_ranks_in_step_begin_the_next_epoch_together() -> None:
+    """7 samples for 3 ranks of 2: after the second batch, of which only rank 0 has a sample, all are in epoch 1."""
+    for rank in range(3):
+        sampler = BatchSampler(
+            SampleOrder(7, shuffle=False, seed=0), GlobalBatch(2, rank=rank, world_size=3, drop_last=False, in_step=3)
+        )
+        batches = iter(sampler)
+        found = [next(batches) for _ in range(3)]
+        assert [batch.indices.tolist() for batch in found] == [
+            [2 * rank, 2 * rank + 1],
+            [6] if rank == 0 else [],
+            [2 * rank, 2 * rank + 1],
+        ]
+        assert sampler.batches_per_epoch == 2
+        positions = []
+        for _ in range(3):
+            sampler.advance()
+            positions.append((sampler.epoch, sampler.samples))
+        assert positions == [(0, 6), (1, 0), (1, 6)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from speedtronic.data.prepare.prepare import PreparedSummary, Progress, prepare
+from speedtronic.data.prepare.records import PromptRecords, TextRecords
 from speedtronic.data.prepare.staging import StagingFolder, is_resumable, staging_folder
 from speedtronic.data.shard_writer import ShardWriter
 from speedtronic.data.shards import ShardSet
@@ -71,6 +73,9 @@ def test_text_files_of_a_folder_become_documents(tmp_path: Path, corpus: Path, t
         vocab_size=256 if tokenizer == "bytes" else len(set("first\nsecond é\nthird = 3\n\0")),
         shards=1,
         skipped=0,
+        bad_records=0,
+        first_bad_records=(),
+        targets=6 + 9 + 10 + 3 + (tokenizer == "bytes"),
         already_prepared=False,
     )
 
@@ -329,6 +334,63 @@ def test_nothing_but_empty_documents_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_compressed_lines_give_the_bytes_of_plain_ones(tmp_path: Path) -> None:
+    lines = b"".join(b'{"text": "line %d"}\n' % number for number in range(300))
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+
+    told: list[Progress] = []
+    prepare([tmp_path / "a.jsonl"], tmp_path / "plain", processes=1, unit_bytes=500)
+    prepare([tmp_path / "a.jsonl.gz"], tmp_path / "gz", processes=1, unit_bytes=500, on_progress=told.append)
+
+    assert documents(tmp_path / "gz") == documents(tmp_path / "plain")
+    assert all(0 < each.done <= each.total for each in told)
+    assert prepare([tmp_path / "a.jsonl.gz"], tmp_path / "gz", processes=1, unit_bytes=500).already_prepared
+
+
+def test_records_that_cannot_be_used_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"line {number}"} if number % 5 else {"body": 1}) for number in range(1, 31)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options: dict[str, Any] = {"processes": 1, "unit_bytes": 50, "tokenizer": "chars"}
+
+    with pytest.raises(DataError, match=r"a\.jsonl: line 5: not an object with a text"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", **options)
+    summary = prepare([tmp_path / "a.jsonl"], tmp_path / "out", skip_bad_records=True, **options)
+
+    assert (summary.documents, summary.bad_records, len(summary.first_bad_records)) == (24, 6, 3)
+    assert "line 5: " in summary.first_bad_records[0]
+    again = prepare([tmp_path / "a.jsonl"], tmp_path / "out", skip_bad_records=True, **options)
+    assert again.already_prepared
+    assert again.first_bad_records == summary.first_bad_records
+    with pytest.raises(DataError, match="is prepared already, with another choice of --bad-lines"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", **options)
+    (tmp_path / "b.jsonl").write_text("{}\n[]\n")
+    with pytest.raises(DataError, match=r"no record can be used; the first: .*b\.jsonl: line 1: "):
+        prepare([tmp_path / "b.jsonl"], tmp_path / "none", skip_bad_records=True)
+
+
+def test_targets_and_counts_survive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speedtronic.data.prepare.prepare._SECONDS_BETWEEN_JOURNALS", 0)
+    lines = ['{"prompt": "p", "completion": "cc"}', "{}"] * 50
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options: dict[str, Any] = {"records": PromptRecords(), "skip_bad_records": True, "processes": 1, "unit_bytes": 100}
+    prepare([tmp_path / "a.jsonl"], tmp_path / "whole", shard_tokens=37, **options)
+
+    def interrupt(told: Progress) -> None:
+        if told.done > 900:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=37, on_progress=interrupt, **options)
+    assert is_resumable(tmp_path / "out")
+    summary = prepare([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=37, **options)
+
+    assert (summary.targets, summary.bad_records) == (150, 50)
+    assert summary.encoded_bytes < 150
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
 @pytest.mark.slow
 def test_a_dataset_of_the_datasets_library_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
@@ -337,7 +399,7 @@ def test_a_dataset_of_the_datasets_library_is_prepared(tmp_path: Path, monkeypat
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "train.jsonl").write_text("".join(f'{{"body": "row {row}"}}\n' for row in range(30)))
 
-    summary = prepare([], tmp_path / "out", hub=str(tmp_path / "hub"), text_field="body", unit_bytes=20)
+    summary = prepare([], tmp_path / "out", hub=str(tmp_path / "hub"), records=TextRecords("body"), unit_bytes=20)
 
     assert documents(tmp_path / "out") == [f"row {row}" for row in range(30)]
     assert ShardSet(tmp_path / "out").source["origin"] == str(tmp_path / "hub")

@@ -22,7 +22,7 @@ from tests.support import tasks
 
 def units(count: int) -> Iterator[Unit]:
     for number in range(count):
-        yield Unit((RowsChunk("here", ("x" * number,), number),), Position(number))
+        yield Unit((RowsChunk("here", 0, ("x" * number,), number),), Position(number))
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import builtins
+import gzip
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from speedtronic.data.prepare.chat_template import ChatTemplate
+from speedtronic.data.prepare.records import ChatRecords, Document, PromptRecords, Records, Sample, TextRecords
 from speedtronic.data.prepare.sources import Input, choose_inputs, find_inputs, hub_dataset, text_file, texts
 from speedtronic.data.tokenizers.chunking import CutRule
 from speedtronic.errors import DataError, MissingExtraError
@@ -19,7 +23,8 @@ from speedtronic.errors import DataError, MissingExtraError
 def texts_of(each: Input, size: int, rule: CutRule = "characters", offset: int = 0) -> Iterator[tuple[str, bool, int]]:
     """Each text with whether it ends a document, and the offset behind its chunk."""
     for chunk, behind in each.chunks(offset, size, rule):
-        for text in chunk.texts(chunk.raw()):
+        for text in chunk.documents(chunk.raw()):
+            assert isinstance(text, str)
             yield text, chunk.ends_documents, behind
 
 
@@ -62,7 +67,7 @@ def test_the_field_that_holds_the_text_can_be_chosen(tmp_path: Path) -> None:
     json_lines(tmp_path / "b.jsonl", [{"body": "one", "text": 1}])
     parquet(tmp_path / "c.parquet", {"body": ["two"], "text": [2]})
 
-    assert list(texts(find_inputs([tmp_path], text_field="body"))) == ["one", "two"]
+    assert list(texts(find_inputs([tmp_path], records=TextRecords("body")))) == ["one", "two"]
 
 
 def test_links_to_folders_are_followed_and_each_folder_is_read_once(tmp_path: Path) -> None:
@@ -213,6 +218,135 @@ def test_a_wrong_json_line_is_named_with_its_number(tmp_path: Path, line: bytes,
         documents_of(find_inputs([path])[0], size)
 
 
+# ---------------------------------------------------------------------- compressed lines
+
+
+def compressed(path: Path, content: bytes) -> Path:
+    """The content in two members or frames, as concatenated files have."""
+    middle = len(content) // 2
+    if path.suffix == ".gz":
+        compress: Any = gzip.compress
+    else:
+        compress = pytest.importorskip("zstandard").ZstdCompressor().compress
+    path.write_bytes(compress(content[:middle]) + compress(content[middle:]))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("size", [1, 40, 100_000])
+def test_compressed_lines_are_read_like_others_from_any_offset(tmp_path: Path, name: str, size: int) -> None:
+    lines = b"\xef\xbb\xbf" + b"".join(b'{"text": "line %d"}\n' % number for number in range(200)) + b'{"text": "end"}'
+    (found,) = find_inputs([compressed(tmp_path / name, lines)])
+
+    every = list(texts_of(found, size))
+    assert [text for text, _, _ in every] == [*(f"line {number}" for number in range(200)), "end"]
+    for _, _, offset in [every[0], every[len(every) // 2], every[-1]]:
+        assert list(texts_of(found, size, offset=offset)) == [text for text in every if text[2] > offset]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_wrong_line_in_a_compressed_file_has_its_number(tmp_path: Path, name: str) -> None:
+    (found,) = find_inputs([compressed(tmp_path / name, b'{"text": "x"}\n' * 30 + b"{}\n")])
+
+    for size in (1, 50, 10_000):
+        with pytest.raises(DataError, match=rf"{name}: line 31: not an object with a text"):
+            documents_of(found, size)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("damage", ["cut off", "changed"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    path = compressed(tmp_path / name, b"".join(b'{"text": "line %d"}\n' % number for number in range(2000)))
+    content = bytearray(path.read_bytes())
+    if damage == "changed":
+        content[1] ^= 0xFF
+    path.write_bytes(content if damage == "changed" else content[:-20])
+
+    with pytest.raises(DataError, match=rf"{name}: cannot be decompressed: .*; the file may be damaged"):
+        documents_of(find_inputs([path])[0], 100)
+
+
+def test_other_compressed_files_are_refused_with_a_way_to_read_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text"))
+
+    with pytest.raises(DataError, match=r"a\.txt\.gz: .* `gzip -dc .* \| speedtronic data prepare --stdin text …`"):
+        find_inputs([tmp_path / "a.txt.gz"])
+
+
+def test_a_folder_is_searched_for_compressed_lines_and_empty_ones_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}'))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b""))
+
+    assert [each.name for each in find_inputs([tmp_path])] == [f"{tmp_path.name}/a.jsonl.gz"]
+
+
+# ---------------------------------------------------------------------- records
+
+
+def test_a_text_inside_another_object_is_found(tmp_path: Path) -> None:
+    json_lines(tmp_path / "a.jsonl", [{"doc": {"body": {"text": "one"}}}, {"doc": None}, {"doc": {"body": None}}])
+    rows = [{"body": {"text": "two", "id": 1}}, None, {"body": {"text": None, "id": 2}}]
+    parquet(tmp_path / "b.parquet", {"doc": rows, "n": [1, 2, 3]})
+
+    assert list(texts(find_inputs([tmp_path], records=TextRecords("doc.body.text")))) == ["one", "two"]
+    for name, reason in (
+        ("doc.body.id", "holds int64, not text"),
+        ("doc.gone", "has no column"),
+        ("n.x", "has no col"),
+    ):
+        with pytest.raises(DataError, match=rf"b\.parquet: .*{reason}"):
+            find_inputs([tmp_path / "b.parquet"], records=TextRecords(name))
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_what_cannot_be_used_is_left_out_where_that_is_asked_for(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n{"text": 2}\n\xff\n\n{"text": "five"}\n{')
+    left_out: list[str] = []
+
+    (found,) = find_inputs([path])
+    documents = [each for chunk, _ in found.chunks(0, size, "never") for each in chunk.documents(chunk.raw(), left_out)]
+
+    assert documents == ["one", "five"]
+    assert [re.sub(r".*a\.jsonl: (line \d+): .*", r"\1", problem) for problem in left_out] == [
+        "line 2",
+        "line 3",
+        "line 6",
+    ]
+
+
+def test_rows_have_prompts_or_chats(tmp_path: Path) -> None:
+    messages = [[{"role": "assistant", "content": "x"}], [{"role": "user", "content": "no answer"}], None]
+    path = parquet(
+        tmp_path / "a.parquet", {"prompt": ["p", "q", None], "completion": ["c", "", "d"], "messages": messages}
+    )
+    left_out: list[str] = []
+
+    def documents(records: Records) -> list[Document]:
+        (found,) = find_inputs([path], records=records)
+        return [each for chunk, _ in found.chunks(0, 30, "never") for each in chunk.documents(chunk.raw(), left_out)]
+
+    assert [sample.parts for sample in documents(PromptRecords()) if isinstance(sample, Sample)] == [
+        (("p", False), ("c", True)),
+        (("", False), ("d", True)),
+    ]
+    assert not left_out
+    template = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}")
+    assert [sample.parts for sample in documents(ChatRecords(template)) if isinstance(sample, Sample)] == [
+        (("x", True),)
+    ]
+    assert left_out == ["a.parquet: row 1: no message has the role 'assistant', so there is nothing to learn"]
+
+
+def test_a_text_file_is_no_source_of_records(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+
+    with pytest.raises(DataError, match=r"a\.txt: a text, and no records with 'prompt' and 'completion'"):
+        find_inputs([tmp_path / "a.txt"], records=PromptRecords())
+    with pytest.raises(DataError, match="python-stdlib is text, and has no records"):
+        choose_inputs([], source="python-stdlib", records=PromptRecords())
+
+
 # ---------------------------------------------------------------------- Parquet
 
 
@@ -242,7 +376,7 @@ def test_a_parquet_file_without_such_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.parquet: has no column 'text', but body, id; choose one with --text-f"):
         find_inputs([path])
     with pytest.raises(DataError, match=r"a\.parquet: the column 'id' holds int64, not text"):
-        find_inputs([path], text_field="id")
+        find_inputs([path], records=TextRecords("id"))
 
 
 def test_a_parquet_file_with_two_such_columns_is_refused(tmp_path: Path) -> None:
@@ -268,12 +402,14 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     [
         ("pyarrow", lambda folder: find_inputs([folder / "a.parquet"]), "parquet"),
         ("datasets", lambda folder: hub_dataset(str(folder), split="train"), "datasets"),
+        ("zstandard", lambda folder: find_inputs([folder / "a.jsonl.zst"]), "zstd"),
     ],
 )
 def test_a_missing_library_says_which_extra_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, ask: Any, extra: str
 ) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"x")
+    for name in ("a.parquet", "a.jsonl.zst"):
+        (tmp_path / name).write_bytes(b"x")
     imported = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -319,7 +455,27 @@ def test_a_local_folder_is_a_dataset(local_dataset: Path) -> None:
         ("train[:0]", "text", "no data"),
     ):
         with pytest.raises(DataError, match=reason):
-            hub_dataset(str(local_dataset), split=split, text_field=field)
+            hub_dataset(str(local_dataset), split=split, records=TextRecords(field))
+
+
+@pytest.mark.slow
+def test_a_saved_dataset_is_read_with_its_splits(local_dataset: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"role": "assistant", "content": "x"}]
+    split = datasets.Dataset.from_dict({"messages": [rows] * 3, "meta": [{"text": "a"}, {"text": "b"}, None]})
+    split.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": split, "test": split.select([1])}).save_to_disk(tmp_path / "both")
+
+    assert documents_of(hub_dataset(str(tmp_path / "one"), split="train", records=TextRecords("meta.text")), 1) == [
+        "a",
+        "b",
+    ]
+    assert documents_of(hub_dataset(str(tmp_path / "both"), split="test", records=TextRecords("meta.text")), 1) == ["b"]
+    with pytest.raises(DataError, match="split dev: it has the splits train, test; choose one with --split"):
+        hub_dataset(str(tmp_path / "both"), split="dev", records=TextRecords("meta.text"))
+    records = ChatRecords(ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    chunks = list(hub_dataset(str(tmp_path / "one"), split="train", records=records).chunks(0, 1, "never"))
+    assert [chunk.documents(chunk.raw()) for chunk, _ in chunks] == [[Sample((("x", True),), True, False)]] * 3
 
 
 @pytest.mark.slow

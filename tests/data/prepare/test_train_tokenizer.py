@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from speedtronic.data.prepare.records import TextRecords
 from speedtronic.data.prepare.train_tokenizer import _without_long_words, train_tokenizer
 from speedtronic.data.tokenizers.chunking import cut_rule
 from speedtronic.data.tokenizers.from_file import load_tokenizer
@@ -57,7 +58,7 @@ def test_json_lines_and_folders_are_read(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("xy xy")
 
     trained = train_tokenizer(
-        [tmp_path], tmp_path / "tokenizer.json", vocab_size=300, patterns=["*.jsonl"], text_field="body"
+        [tmp_path], tmp_path / "tokenizer.json", vocab_size=300, patterns=["*.jsonl"], records=TextRecords("body")
     )
 
     vocabulary = json.loads(trained.path.read_text())["model"]["vocab"]

@@ -8,15 +8,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from speedtronic.config import DistributedConfig
 from speedtronic.distributed.stores import FolderStore, MemoryStore, open_store
+from speedtronic.distributed.stores.hub import HubStore
 from speedtronic.distributed.stores.object import ObjectStore
 from speedtronic.distributed.stores.open import connect
 from speedtronic.distributed.stores.s3 import S3Store
-from speedtronic.errors import ConfigError, MissingExtraError, NotBuiltError, StoreRefusedError, StoreUnavailableError
+from speedtronic.errors import ConfigError, MissingExtraError, StoreRefusedError, StoreUnavailableError
 from tests.support.counting_store import CountingStore
 from tests.support.failing import Failing
 
@@ -63,20 +63,55 @@ def test_s3_addresses_take_their_options() -> None:
     assert open_store("s3://b")._fs is not open_store("s3://b")._fs  # type: ignore[attr-defined]
 
 
-def test_credentials_in_an_address_are_not_shown_when_opening_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unopenable(**_: object) -> object:
-        raise RuntimeError("user:hunter2")
+def test_a_bucket_of_the_hub_is_reached_as_its_gateway_asks() -> None:
+    store = open_store("hf://buckets/someone/Bucket/some/prefix/", profile="hub")
+    assert isinstance(store, S3Store)
+    assert store.url == "hf://buckets/someone/Bucket/some/prefix"
+    fs = store._fs
+    assert fs.endpoint_url == "https://s3.hf.co/someone"
+    assert fs.client_kwargs == {"region_name": "us-east-1"}
+    assert fs.config_kwargs["s3"] == {"addressing_style": "path"}
+    assert fs.config_kwargs["request_checksum_calculation"] == "when_required"
+    assert fs.config_kwargs["response_checksum_validation"] == "when_required"
 
-    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: unopenable)
-    with pytest.raises(StoreRefusedError, match="gcs://bucket: cannot be opened") as caught:
-        open_store("gs://user:hunter2@bucket/run")
-    assert "hunter2" not in str(caught.value)
+
+@pytest.mark.parametrize("url", ["org/name", "hf://org/name", "hf://org/name/some/prefix"])
+def test_a_repository_of_the_hub_is_opened_by_its_client(url: str) -> None:
+    store = open_store(url, commits_an_hour=7)
+    assert isinstance(store, HubStore)
+    assert store.url == (url if "://" in url else f"hf://{url}")
+    assert (store._repository, store._budget) == ("org/name", 7)
 
 
-@pytest.mark.parametrize("url", ["org/name", "hf://org/name", "hf://datasets/org/name"])
-def test_the_hub_is_not_built_yet(url: str) -> None:
-    with pytest.raises(NotBuiltError, match="not part of this version yet; use dir:///path"):
-        open_store(url)
+def test_the_nodes_share_the_commits_of_a_repository() -> None:
+    assert connect(settings(repo_id="hf://org/name", expected_nodes=9))._store._budget == 10  # type: ignore[attr-defined]
+    assert (
+        connect(settings(repo_id="org/name", store_options={"commits_an_hour": 3}))._store._budget == 3  # type: ignore[attr-defined]
+    )
+    with pytest.raises(ConfigError, match="distributed.expected_nodes: .*128 commits an hour"):
+        connect(settings(repo_id="hf://org/name"))
+
+
+def test_a_token_in_the_configuration_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="distributed.token: remove it: credentials come from the environment"
+    ) as said:
+        connect(settings(token="hf_secret"))
+    assert "hf_secret" not in str(said.value)
+
+
+def test_azure_and_google_take_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "c2VjcmV0")
+    azure = open_store("az://Container/some/prefix/", account="mine")
+    google = open_store("gs://bucket")
+    assert isinstance(azure, ObjectStore)
+    assert isinstance(google, ObjectStore)
+    assert (azure.url, google.url) == ("az://Container/some/prefix", "gs://bucket")
+    assert azure._client.retry_config["max_retries"] == 0  # type: ignore[index]
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(StoreRefusedError, match="az://container/x: cannot be opened.*AZURE_STORAGE_ACCOUNT_NAME"):
+        open_store("az://container/x")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +125,11 @@ def test_the_hub_is_not_built_yet(url: str) -> None:
         ("s3://bucket/x?versionId=secret", "no part after"),
         ("s3://bucket/x#secret", "no part after"),
         ("nonsense://bucket", "nonsense: is not a kind of store"),
-        ("abfs://user:secret@container/x", "put user and password into store_options"),
+        ("abfs://container/x", "abfs: is not a kind of store; write dir:///path"),
+        ("gs://user:secret@bucket/x", "leave credentials to the environment"),
+        ("hf://datasets/org/name", "write hf://buckets/namespace/bucket, or hf://namespace/name"),
+        ("hf://org", "write hf://buckets/namespace/bucket, or hf://namespace/name"),
+        ("hf://buckets/org", "write hf://buckets/namespace/bucket"),
     ],
 )
 def test_an_invalid_address_is_refused_without_showing_its_secrets(url: str, says: str) -> None:
@@ -110,6 +149,12 @@ def test_an_invalid_address_is_refused_without_showing_its_secrets(url: str, say
         ("s3://b", {"region": 1}, "store_options.region: must be text"),
         ("s3://b", {"anon": "yes"}, "store_options.anon: must be true or false"),
         ("gs://b", {"profile": "hush"}, "store_options.profile: unknown to a store at gs://"),
+        ("s3://b", {"part_size": 4}, "store_options.part_size: must be at least 5"),
+        ("s3://b", {"part_size": "hush"}, "store_options.part_size: must be a whole number"),
+        ("s3://b", {"checksum": "hush"}, "store_options.checksum: must be when_supported or when_required"),
+        ("hf://buckets/a/b", {"part_size": 5}, "store_options.part_size: unknown to a store at hf://buckets;"),
+        ("hf://a/b", {"endpoint": "hush"}, "store_options.endpoint: unknown to a store at hf://; it takes commits"),
+        ("hf://a/b", {"commits_an_hour": 0}, "store_options.commits_an_hour: must be at least 1"),
     ],
 )
 def test_a_wrong_option_is_named_without_its_value(url: str, options: dict[str, object], says: str) -> None:
@@ -122,25 +167,21 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(MissingExtraError, match=r"install speedtronic\[s3\]"):
         open_store("s3://bucket")
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(MissingExtraError, match=r"install speedtronic\[gcs\]"):
-        open_store("gs://bucket")
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(MissingExtraError, match="install what fsspec names"):
-        open_store("abfs://container")
-
-
-def test_other_file_systems_are_opened_through_fsspec() -> None:
-    store = open_store("local://bucket/prefix")
-    assert isinstance(store, ObjectStore)
-    assert store.url == "local://bucket/prefix"
+    for missing, url, extra in (
+        ("obstore.store", "gs://bucket", "gcs"),
+        ("obstore.store", "az://container", "azure"),
+        ("huggingface_hub", "hf://org/name", "hub"),
+    ):
+        monkeypatch.setitem(sys.modules, missing, None)
+        with pytest.raises(MissingExtraError, match=rf"install speedtronic\[{extra}\]"):
+            open_store(url)
 
 
 def test_stores_need_no_torch() -> None:
     code = (
         "import sys, speedtronic.distributed.stores as stores\n"
         "stores.open_store('memory://x'); stores.open_store('dir:///x')\n"
-        "assert not {'torch', 'fsspec', 's3fs', 'botocore'} & sys.modules.keys()"
+        "assert not {'torch', 'fsspec', 's3fs', 'botocore', 'obstore', 'huggingface_hub'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,23 +1,20 @@
-"""The store on S3, against two real servers: `make test-stores`."""
+"""What only S3 has, against two real servers: `make test-stores`."""
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 
 import pytest
 
-from speedtronic.distributed.stores import Store, open_store
-from speedtronic.distributed.stores.s3 import S3Store
+from speedtronic.distributed.stores import open_store
 from speedtronic.errors import StoreRefusedError
 from tests.distributed.stores import servers
-from tests.distributed.stores.conformance import StoreConformance
+from tests.distributed.stores.servers import BUCKET
 
 pytestmark = pytest.mark.stores
 
 SERVERS = {"moto": servers.moto, "seaweed": servers.seaweed}
-BUCKET = "bucket"
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -27,41 +24,14 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="module")
-def client(endpoint: str) -> Iterator[Store]:
-    """One store for all tests of a server: making a client costs more than most of them."""
-    store = open_store(f"s3://{BUCKET}", endpoint=endpoint, **servers.CREDENTIALS)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def store(client: S3Store) -> Store:
-    """A folder of the bucket that no other test has, through the one client."""
-    part = copy.copy(client)
-    folder = f"runs/{os.urandom(8).hex()}"
-    part._root, part._keys = f"{BUCKET}/{folder}", f"{folder}/"
-    return part
-
-
-class TestS3Store(StoreConformance):
-    def test_objects_outside_the_prefix_are_not_listed(self, store: Store, endpoint: str) -> None:
-        one, other = (
-            open_store(f"s3://{BUCKET}/same{end}/", endpoint=endpoint, **servers.CREDENTIALS) for end in ("", "-2")
-        )
-        other.put_if_absent("head/1", b"x")
-        assert one.list_after("").entries == ()
-        assert one.get("head/1", limit=1) is None
-        assert one.put_if_absent("head/1", b"y")
-        one.close()
-        other.close()
-
-    def test_a_multipart_object_is_created_only_once(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(S3Store, "_upload_options", {"chunksize": 5 * 2**20, "max_concurrency": 2})
+class TestS3Store:
+    def test_a_multipart_object_is_created_only_once(self, endpoint: str) -> None:
+        store = open_store(f"s3://{BUCKET}/parts", endpoint=endpoint, part_size=5, **servers.CREDENTIALS)
         data = os.urandom(11 * 2**20)
         assert store.put_if_absent("w/1", data)
         assert not store.put_if_absent("w/1", bytes(11 * 2**20))
         assert store.get("w/1", limit=len(data), size=len(data)) == data
+        store.close()
 
     def test_a_missing_bucket_is_refused_by_name(self, endpoint: str) -> None:
         missing = open_store("s3://no-such-bucket/run", endpoint=endpoint, **servers.CREDENTIALS)

@@ -50,7 +50,7 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     Args:
         items: mappings with `input_ids` (T_i,), usually `labels` (T_i,) or (T_i − 1,), optionally
             `attention_mask` (T_i,), as tensors or anything a tensor can be made of. Other fields are stacked
-            as they are.
+            as they are; so are `labels` that are one number for a sample, as of a class.
 
     Returns:
         `input_ids` (B, T) int64 padded with 0, and `labels` (B, T) or (B, T − 1) int64 padded with −100. Also
@@ -68,7 +68,9 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     ids = [_integers("input_ids", item) for item in items]
     width = max(len(row) for row in ids)
     batch = {"input_ids": _pad(ids, width, PADDING_ID)}
-    if "labels" in fields:
+    padded = {"input_ids", "attention_mask"}
+    if "labels" in fields and torch.as_tensor(_copied(items[0]["labels"])).ndim:
+        padded.add("labels")
         labels = [_integers("labels", item) for item in items]
         # Labels are as many as the ids, or one fewer in every sample.
         shifts = {len(row) - len(targets) for row, targets in zip(ids, labels, strict=True)}
@@ -86,7 +88,7 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         lengths = torch.tensor([len(row) for row in ids])
         batch["attention_mask"] = torch.arange(width) < lengths[:, None]
     # All other fields are stacked as they are.
-    for name in fields - {"input_ids", "labels", "attention_mask"}:
+    for name in fields - padded:
         batch[name] = collate_batch([item[name] for item in items])
     return batch
 

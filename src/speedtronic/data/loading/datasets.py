@@ -1,9 +1,9 @@
 """Map-style datasets of token blocks.
 
 Every dataset here gives samples of one shape: `block_size` input ids and as many labels. Label t is the token that
-follows input t. Sample i of a token sequence covers tokens i·T … i·T + T, both included: neighbouring blocks share
-one token, so that every token of the text except the first is a target once. A tail that is shorter than a block is
-left out.
+follows input t, or -100 where that is no target. Sample i of a token sequence covers tokens i·T … i·T + T, both
+included: neighbouring blocks share one token, so that every token of the text except the first is a target once. A
+tail that is shorter than a block is left out. A packed sample holds whole documents instead.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from speedtronic.data.loading.collate import IGNORED_LABEL, PADDING_ID
+from speedtronic.data.loading.packing import best_fit
 from speedtronic.data.prepare.text_cache import cached_tokens
 from speedtronic.data.shards import ShardSet
 from speedtronic.data.text import ByteText, check_text_file, read_text
@@ -41,21 +43,13 @@ class TokenDataset(Dataset[dict[str, Tensor]], ABC):
         """Number of samples."""
 
     @abstractmethod
-    def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
-        """The T + 1 consecutive tokens of each sample, (B, T + 1); the indices are in [0, len)."""
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        """`input_ids` and `labels` (B, T) int64 of several samples at once; the indices are in [0, len)."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
         """A checksum of what the samples contain. It does not depend on where the data lies."""
-
-    def batch(self, indices: Indices) -> dict[str, Tensor]:
-        """`input_ids` and `labels` (B, T) int64 of several samples at once."""
-        rows = self.rows(indices)
-        return {
-            "input_ids": torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
-            "labels": torch.from_numpy(np.ascontiguousarray(rows[:, 1:])),
-        }
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         batch = self.batch([range(len(self))[index]])
@@ -81,25 +75,36 @@ class _Part(TokenDataset):
     def __len__(self) -> int:
         return len(self._samples)
 
-    def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
-        return self._whole.rows(self._in_whole(indices))
-
     def batch(self, indices: Indices) -> dict[str, Tensor]:
-        return self._whole.batch(self._in_whole(indices))
-
-    def _in_whole(self, indices: Indices) -> npt.NDArray[np.int64]:
-        return np.asarray(indices, np.int64) + self._samples.start
+        return self._whole.batch(np.asarray(indices, np.int64) + self._samples.start)
 
     @property
     def fingerprint(self) -> str:
-        return _checksum(self._whole.fingerprint, self._samples.start, self._samples.stop)
+        return checksum(self._whole.fingerprint, self._samples.start, self._samples.stop)
 
 
-def _checksum(*parts: object) -> str:
+def checksum(*parts: object) -> str:
+    """SHA-256 (hex) of some values."""
     return hashlib.sha256(":".join(map(str, parts)).encode()).hexdigest()
 
 
-class SyntheticTokenDataset(TokenDataset):
+class _RowDataset(TokenDataset):
+    """Samples of T + 1 consecutive tokens."""
+
+    @abstractmethod
+    def rows(self, indices: Indices) -> npt.NDArray[np.int64]:
+        """The tokens of each sample, (B, T + 1)."""
+
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        """`input_ids` and `labels` (B, T) int64 of several samples at once."""
+        rows = self.rows(indices)
+        return {
+            "input_ids": torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
+            "labels": torch.from_numpy(np.ascontiguousarray(rows[:, 1:])),
+        }
+
+
+class SyntheticTokenDataset(_RowDataset):
     """Noisy arithmetic progressions modulo the vocabulary. They need no file, and a model can learn them.
 
     Sample i starts at a random token and adds a stride of 1 to 4; one token in ten is replaced by a random
@@ -154,7 +159,7 @@ class SyntheticTokenDataset(TokenDataset):
 
     @property
     def fingerprint(self) -> str:
-        return _checksum("synthetic-1", self.num_samples, self.block_size, self.vocab_size, self.seed)
+        return checksum("synthetic-1", self.num_samples, self.block_size, self.vocab_size, self.seed)
 
 
 class TokenSequence(Protocol):
@@ -183,7 +188,7 @@ class _TokensInMemory:
         out[:] = self._tokens[start : start + len(out)]
 
 
-class _BlockDataset(TokenDataset):
+class _BlockDataset(_RowDataset):
     """The blocks of one token sequence."""
 
     def __init__(self, sequence: TokenSequence, block_size: int, origin: str) -> None:
@@ -210,7 +215,7 @@ class _BlockDataset(TokenDataset):
 
     @property
     def fingerprint(self) -> str:
-        return _checksum(self._sequence.fingerprint, self.block_size)
+        return checksum(self._sequence.fingerprint, self.block_size)
 
 
 class TextFileTokenDataset(_BlockDataset):
@@ -276,6 +281,12 @@ class ShardDataset(_BlockDataset):
     def batch(self, indices: Indices) -> dict[str, Tensor]:
         """`input_ids` and `labels` (B, T) int64 of several samples, with `document_ids` (B, T) where asked for."""
         batch = super().batch(indices)
+        if self.shards.has_targets:
+            targets = np.empty(batch["labels"].shape, np.bool_)
+            for row, index in zip(targets, indices, strict=True):
+                self.shards.read_targets(int(index) * self.block_size + 1, row)
+            # Labels and inputs may lie in the same memory, so these labels are new ones.
+            batch["labels"] = batch["labels"].masked_fill(torch.from_numpy(~targets), IGNORED_LABEL)
         if self.document_mask:
             # A new document adds one to the id of the tokens from its first one on.
             begins = np.zeros((len(indices), self.block_size), np.int64)
@@ -284,3 +295,80 @@ class ShardDataset(_BlockDataset):
                 row[self.shards.document_starts(start + 1, start + self.block_size) - start] = 1
             batch["document_ids"] = torch.from_numpy(begins.cumsum(axis=1))
         return batch
+
+
+class PackedDataset(TokenDataset):
+    """The documents of a prepared folder, packed by best fit: a sample holds whole documents and then padding.
+
+    The last token of a document is a target only, so a document of n tokens takes n − 1 places, and no label reaches
+    into the next document. A longer document is divided into pieces of T places, of which neighbours share one token.
+    The order of the samples is fixed and random, so that the end of them, which a run holds out, is a fair sample. It
+    takes 32 bytes of memory for each document.
+
+    Args:
+        shards: the folder, or an opened `ShardSet`.
+        block_size: T, tokens per sample.
+        document_mask: also give `document_ids` (T,) int64: 0 for the first piece in the sample, 1 for the next one, and
+            so on; padding counts as one more.
+
+    Raises:
+        DataError: as `ShardSet` does, or no document has two tokens.
+    """
+
+    def __init__(self, shards: ShardSet | str | os.PathLike[str], block_size: int, document_mask: bool = False) -> None:
+        if block_size < 1:
+            raise DataError(f"block_size must be at least 1, not {block_size}")
+        self.shards = shards if isinstance(shards, ShardSet) else ShardSet(shards)
+        self.block_size = block_size
+        self.document_mask = document_mask
+        # Divide the documents, without their last tokens, into pieces.
+        lengths = np.concatenate([*self.shards.document_lengths(), np.array([], np.int64)])
+        lengths = np.append(lengths, len(self.shards) - lengths.sum())  # a last document without an end, mostly empty
+        starts = np.cumsum(lengths) - lengths
+        places = np.maximum(lengths - 1, 0)
+        counts = -(-places // block_size)
+        before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # pieces of the same document
+        self._starts = np.repeat(starts, counts) + before * block_size
+        self._lengths = np.minimum(np.repeat(places, counts) - before * block_size, block_size)
+        if not len(self._starts):
+            raise DataError(f"{self.shards.folder}: no document has two tokens, one to read and one to learn")
+        # Pack them, and put the samples into an order of chance.
+        bins = best_fit(self._lengths, block_size)
+        size = int(bins.max()) + 1
+        chance = np.random.Philox(key=np.zeros(2, np.uint64)).random_raw(size)
+        place = np.empty(size, np.int64)
+        place[np.argsort(chance, kind="stable")] = np.arange(size)
+        self._pieces = np.argsort(place[bins], kind="stable")
+        self._ends = np.cumsum(np.bincount(place[bins]))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        """`input_ids` and `labels` (B, T) int64 of several samples, with `document_ids` (B, T) where asked for."""
+        shape = (len(indices), self.block_size)
+        input_ids, labels = np.full(shape, PADDING_ID, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
+        document_ids = np.empty(shape, np.int64)
+        for row, index in enumerate(indices):
+            position = 0
+            pieces = self._pieces[self._ends[index - 1] if index else 0 : self._ends[index]].tolist()
+            for number, piece in enumerate(pieces):
+                start, length = int(self._starts[piece]), int(self._lengths[piece])
+                tokens, targets = np.empty(length + 1, np.int64), np.empty(length, np.bool_)
+                self.shards.read(start, tokens)
+                self.shards.read_targets(start + 1, targets)
+                self.shards.check(tokens)
+                stop = position + length
+                input_ids[row, position:stop] = tokens[:-1]
+                labels[row, position:stop] = np.where(targets, tokens[1:], IGNORED_LABEL)
+                document_ids[row, position:stop] = number
+                position = stop
+            document_ids[row, position:] = len(pieces)
+        batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        if self.document_mask:
+            batch["document_ids"] = torch.from_numpy(document_ids)
+        return batch
+
+    @property
+    def fingerprint(self) -> str:
+        return checksum("packed-1", self.shards.fingerprint, self.block_size)

@@ -36,12 +36,16 @@ class StatefulStream(Protocol):
 
 @dataclass(frozen=True)
 class _BatchRequest:
-    """Asks for batch `number` of this rank. `run` tells apart the iterations of one loader over its requests."""
+    """Asks for batch `number` of this rank. `run` tells apart the iterations of one loader over its requests.
+
+    The batches begin `offset` items after the beginning of the epoch.
+    """
 
     run: int
     epoch: int
     number: int
     wanted: bool
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class StreamLoader:
       the same as without workers. This saves only the cost of collating: a dataset with expensive items should shard
       itself.
 
-    Ranks share a stream as they share a map-style dataset (see `TokenLoader`).
+    Ranks share a stream as they share a map-style dataset (see `TokenLoader`). Only the shards of a dataset that
+    shards itself may end at different times; then each rank begins its next epoch on its own.
 
     The dataset runs with Python's, NumPy's and torch's CPU generators seeded from (seed, epoch), and from (seed,
     epoch, worker) once it has asked which worker it is in. The process's own states are neither used nor changed. So
@@ -87,8 +92,8 @@ class StreamLoader:
         seed: the seed of the random numbers that the dataset draws.
         drop_last: leave out a batch at the end of an epoch that is not full; in each worker if the dataset shards
             itself; with ranks, a global batch.
-        num_workers, prefetch_factor, pin_memory, collate, multiprocessing_context, rank, world_size: as for
-            `TokenLoader`.
+        num_workers, prefetch_factor, pin_memory, collate, multiprocessing_context, rank, world_size, in_step: as
+            for `TokenLoader`.
 
     Raises:
         DataError: an iterator, which can be read only once; while iterating, an epoch without a batch, an item or
@@ -111,6 +116,7 @@ class StreamLoader:
         multiprocessing_context: str | None = None,
         rank: int = 0,
         world_size: int = 1,
+        in_step: int = 1,
     ) -> None:
         if isinstance(dataset, Iterator):
             raise DataError(
@@ -121,10 +127,13 @@ class StreamLoader:
         self.dataset = dataset
         self.fingerprint = dataset.fingerprint if isinstance(dataset, Fingerprinted) else type_name(dataset)
         self._seed = seed
-        self._global_batch = GlobalBatch(batch_size, rank=rank, world_size=world_size, drop_last=drop_last)
+        self._global_batch = GlobalBatch(
+            batch_size, rank=rank, world_size=world_size, drop_last=drop_last, in_step=in_step
+        )
         self._position = _Position(num_workers)
         self._ended: set[int | None] = set()
         self._delivered = False
+        self._offset = 0  # items of the epoch before its batch 0, where batches of another size came first
         self._shards_itself = False
         self._batches = _StreamBatches(dataset, self._global_batch, collate, seed)
         self._fetcher = Fetcher(
@@ -142,6 +151,11 @@ class StreamLoader:
     def batch_size(self) -> int:
         """Items per batch."""
         return self._global_batch.batch_size
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """Which part of the data this loader reads, and of how many."""
+        return self._global_batch.rank, self._global_batch.world_size
 
     @property
     def epoch(self) -> int:
@@ -172,14 +186,15 @@ class StreamLoader:
 
     def restart(self) -> None:
         """Go back to the first batch of the first epoch, so that every evaluation sees the same batches."""
-        if (self.epoch, self._position.number) != (0, 0):
+        if (self.epoch, self._position.number, self._offset) != (0, 0, 0):
             self._seek(0, 0)
 
-    def _seek(self, epoch: int, number: int, position: Mapping[str, Any] | None = None) -> None:
-        self._position.epoch, self._position.number = epoch, number
+    def _seek(self, epoch: int, number: int, offset: int = 0, position: Mapping[str, Any] | None = None) -> None:
+        self._position.epoch, self._position.number, self._offset = epoch, number, offset
         self._ended = set()
-        self._delivered = number > 0
+        self._delivered = number > 0 or offset > 0
         self._batches.start_at(position)
+        self._position.offset = offset
         self._fetcher.restart()
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,7 +202,8 @@ class StreamLoader:
         return {
             "epoch": self.epoch,
             "batches": self._position.number,
-            "position": self._batches.position() if self._position.number else None,
+            "offset": self._offset,
+            "position": self._batches.position() if self._position.number or self._offset else None,
             "batch_size": self._global_batch.batch_size,
             "world_size": self._global_batch.world_size,
             "num_workers": self._position.workers,
@@ -200,8 +216,8 @@ class StreamLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position.
 
-        There is a warning for a changed seed, and when another number of workers, ranks or items in a batch divides
-        the epoch differently.
+        Another number of ranks or items in a batch goes on at the same item. There is a warning for a changed seed, and
+        when another number of workers or ranks changes what a dataset that shards itself gives to each.
 
         Raises:
             DataError: the state comes from other data.
@@ -211,13 +227,16 @@ class StreamLoader:
                 f"the data is not that of the checkpoint: {self.fingerprint} now, {state['fingerprint']} then; give "
                 f"back the same dataset, or start a new run"
             )
-        if state["batches"]:
+        before = int(state.get("offset", 0))
+        if state["batches"] or before:
             check_order(self.dataset, state.get("order"))
         if state["seed"] != self._seed:
             self.warn("the random numbers that the dataset draws have changed (data.seed)")
         self._shards_itself = bool(state["shards_itself"])
-        epoch, items = int(state["epoch"]), int(state["batches"] * state["batch_size"] * state["world_size"])
-        number, rest = divmod(items, self._global_batch.size)
+        epoch, items = int(state["epoch"]), before + int(state["batches"] * state["batch_size"] * state["world_size"])
+        number, offset = divmod(items, self._global_batch.size)
+        if self._shards_itself:  # there each worker counts its own items
+            offset = 0
         knows_its_position = isinstance(self.dataset, StatefulStream)
         trusted = knows_its_position and not self._position.workers and restores_exactly(self.dataset)
         position = state["position"] if trusted else None
@@ -227,13 +246,13 @@ class StreamLoader:
                 (state["num_workers"], state["world_size"]),
                 (self._position.workers, self._global_batch.world_size),
             )
-            same_division = rest == 0 and (not self._shards_itself or then == now)
+            same_division = not self._shards_itself or (then == now and items % self._global_batch.size == 0)
             why = "cannot continue at its own position" if knows_its_position else "keeps no position of its own"
             self.warn(
                 f"{type_name(self.dataset)} {why}: reading the first {number} batches of epoch {epoch} again to "
                 f"continue after them{'' if same_division else _DIVIDED_DIFFERENTLY}"
             )
-        self._seek(epoch, number, position)
+        self._seek(epoch, number, offset, position)
 
     def close(self) -> None:
         """End the worker processes. Iterating again starts new ones."""
@@ -247,14 +266,15 @@ class _Position:
         self.workers = workers
         self.epoch = 0
         self.number = 0
+        self.offset = 0
         self._run = 0
 
     def __iter__(self) -> Iterator[_BatchRequest]:
         self._run += 1
-        run, epoch, start = self._run, self.epoch, self.number
+        run, epoch, start, offset = self._run, self.epoch, self.number, self.offset
         # torch's loader sends the first request to worker 0. So start at a batch of worker 0, wanted or not.
         for number in count(start - start % max(1, self.workers)):
-            yield _BatchRequest(run, epoch, number, wanted=number >= start)
+            yield _BatchRequest(run, epoch, number, wanted=number >= start, offset=offset)
 
 
 class _StreamBatches(BatchMaker):
@@ -301,10 +321,10 @@ class _StreamBatches(BatchMaker):
             # The dataset is somewhere within a batch, where no position is saved.
             self._reader = None
             raise
-        if not items:
+        if items is None:
             return self._reader.end
         try:
-            return self._collate(items), self._reader.shards_itself
+            return (self._collate(items) if items else None), self._reader.shards_itself
         except Exception as error:  # noqa: BLE001 - a collate function of the user's may raise anything
             raise blame(f"batch {request.number} of {type_name(self._dataset)}", error) from error
 
@@ -362,6 +382,7 @@ class _EpochReader:
         self._global_batch = global_batch
         self._seed = seed
         self._epoch = request.epoch
+        self._offset = request.offset
         self._worker_info = worker_info
         self._asked = False
         self._items: Iterator[Any] | None = None
@@ -380,8 +401,11 @@ class _EpochReader:
         """The reply when no batch is left."""
         return _EndOfStream(self._worker_info.worker if self._worker_info is not None and self.shards_itself else None)
 
-    def take(self, number: int) -> list[Any]:
-        """The items of batch `number`, which must come after those taken before; none when it does not exist."""
+    def take(self, number: int) -> list[Any] | None:
+        """The items of batch `number`, which must come after those taken before; None when it does not exist.
+
+        There are none where other ranks in step have the last items.
+        """
         info = self._worker_info
         if info is not None:
             info.when_asked = self._note_question
@@ -395,11 +419,11 @@ class _EpochReader:
                         self._items = chain(first, self._items)
                         self.shards_itself = self._asked
                         if self.shards_itself:  # then all items here belong to this rank
-                            self._global_batch = replace(self._global_batch, rank=0, world_size=1)
+                            self._global_batch = replace(self._global_batch, rank=0, world_size=1, in_step=1)
                 if info is not None and self.shards_itself:
                     number //= info.workers  # this worker makes every n-th batch of the rank
                 # Pass over the batches that other workers make, then take a global batch and keep this rank's share.
-                skipped = max(0, number * self._global_batch.size - self._taken)
+                skipped = max(0, self._offset + number * self._global_batch.size - self._taken)
                 for _ in islice(self._items, skipped):
                     pass
                 items = list(islice(self._items, self._global_batch.size))
@@ -412,6 +436,8 @@ class _EpochReader:
                 f"{type_name(self._dataset)} called get_worker_info() after its first item, too late to shard itself; "
                 f"call it at the beginning of __iter__"
             )
+        if not self._global_batch.goes_on(len(items)):
+            return None
         share = self._global_batch.share(len(items))
         return items[share.start : share.stop]
 

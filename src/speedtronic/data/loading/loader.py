@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Subset
 from speedtronic.data.loading.collate import collate_batch
 from speedtronic.data.loading.datasets import TokenDataset
 from speedtronic.data.loading.epochs import epoch_aware_parts, knows_epoch, tell
+from speedtronic.data.loading.mixture import MixtureDataset
 from speedtronic.data.loading.sampler import BatchIndices, BatchSampler, GlobalBatch, SampleOrder, derive_seed
 from speedtronic.data.loading.workers import BatchMaker, Fetcher, blame, generators_kept, seed_generators, type_name
 from speedtronic.errors import DataError, warn
@@ -45,6 +46,8 @@ class TokenLoader:
     Ranks that read one dataset together divide its order into global batches of world_size · B samples, B for each
     rank. They divide the last, shorter one as evenly as possible, so that each sample comes once. The position counts
     the samples of all ranks: every rank can be restored from the position of rank 0, also with another `world_size`.
+    Ranks that train one model are `in_step`: where the last one has fewer samples than ranks, those without get None
+    for a batch, and so all have as many batches.
 
     Attributes:
         warn: told where a saved position is continued in another order. A run sets it.
@@ -63,6 +66,7 @@ class TokenLoader:
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None is the platform's
             default.
         rank, world_size: this reader's number, and how many readers share the data.
+        in_step: how many ranks train one model together.
 
     Raises:
         DataError: an empty dataset, or one too small to give this rank a batch; while iterating, a sample or batch
@@ -85,6 +89,7 @@ class TokenLoader:
         multiprocessing_context: str | None = None,
         rank: int = 0,
         world_size: int = 1,
+        in_step: int = 1,
     ) -> None:
         if not isinstance(dataset, Sized):
             raise DataError(
@@ -92,13 +97,13 @@ class TokenLoader:
                 f"must be a torch.utils.data.IterableDataset"
             )
         self.warn: Callable[[str], None] = warn
-        self.dataset = dataset
+        self.dataset: Dataset[Any] = dataset
         self.fingerprint = _fingerprint(dataset, len(dataset))
         # The sampler is an object of its own, since torch's loader keeps it: a reference back to this object would
         # keep the workers alive after the last reference to it.
         self._sampler = BatchSampler(
             SampleOrder(len(dataset), shuffle=shuffle, seed=seed),
-            GlobalBatch(batch_size, rank=rank, world_size=world_size, drop_last=drop_last),
+            GlobalBatch(batch_size, rank=rank, world_size=world_size, drop_last=drop_last, in_step=in_step),
         )
         self._fetcher = Fetcher(
             _SampleBatches(dataset, collate, seed),
@@ -119,6 +124,11 @@ class TokenLoader:
     def batch_size(self) -> int:
         """Samples per batch."""
         return self._sampler.global_batch.batch_size
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """Which part of the data this loader reads, and of how many."""
+        return self._sampler.global_batch.rank, self._sampler.global_batch.world_size
 
     @property
     def epoch(self) -> int:
@@ -155,13 +165,14 @@ class TokenLoader:
             "seed": order.seed,
             "shuffle": order.shuffle,
             "fingerprint": self.fingerprint,
+            **({"weights": [*self.dataset.weights.values()]} if isinstance(self.dataset, MixtureDataset) else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position.
 
-        With another `seed` or `shuffle` this loader keeps its own, with a warning, since the order of the epoch is
-        then a different one.
+        With another `seed` or `shuffle`, or other weights of a mixture, this loader keeps its own, with a warning,
+        since the order of the epoch is then a different one.
 
         Raises:
             DataError: the state comes from other data, recognised by checksum.
@@ -180,6 +191,17 @@ class TokenLoader:
                 f"the order of the data has changed ({keys}): until the epoch ends some samples may come twice and "
                 "others not at all"
             )
+        if isinstance(self.dataset, MixtureDataset):
+            now, then = self.dataset.weights, state["weights"]
+            if [*now.values()] != then:
+                changes = ", ".join(
+                    f"{name} {before:.4g} → {weight:.4g}"
+                    for (name, weight), before in zip(now.items(), then, strict=True)
+                )
+                self.warn(
+                    f"the weights of the mixture have changed: {changes}; the new ones hold from here on, and until "
+                    "the epoch ends some samples may come twice and others not at all"
+                )
         self._seek(int(state["epoch"]), int(state["samples"]))
 
     def close(self) -> None:
@@ -209,6 +231,8 @@ class _SampleBatches(BatchMaker):
         self._epoch_aware = epoch_aware_parts(dataset)
 
     def make(self, key: BatchIndices) -> Any:
+        if not len(key.indices):
+            return None  # other ranks in step have the last samples of the epoch
         if isinstance(self._dataset, TokenDataset):
             return self._dataset.batch(key.indices)
         samples = []

@@ -94,6 +94,10 @@ class GlobalBatch:
     A last global batch that is not full is divided as evenly as possible, rank 0 gets the most; with `drop_last` it
     is left out.
 
+    Attributes:
+        in_step: how many ranks train one model together, from a multiple of it on. While one of them gets a sample of
+            a global batch, those that get none have an empty batch, and all begin the next epoch together.
+
     Raises:
         DataError: a batch size below 1, or a rank outside [0, world_size).
     """
@@ -102,12 +106,15 @@ class GlobalBatch:
     rank: int
     world_size: int
     drop_last: bool
+    in_step: int = 1
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise DataError(f"batch_size must be at least 1, not {self.batch_size}")
         if not 0 <= self.rank < self.world_size:
             raise DataError(f"rank {self.rank} of world_size {self.world_size}: ranks count from 0")
+        if self.in_step < 1 or self.world_size % self.in_step:
+            raise DataError(f"{self.in_step} ranks in step do not divide the world_size {self.world_size}")
 
     @property
     def size(self) -> int:
@@ -116,17 +123,25 @@ class GlobalBatch:
 
     def share(self, left: int) -> range:
         """Which samples of a global batch are this rank's, counted from its start, when `left` samples are left."""
+        return self._between(self.rank, self.rank + 1, left)
+
+    def goes_on(self, left: int) -> bool:
+        """Whether any of the ranks in step has a share of a global batch, when `left` samples are left."""
+        first = self.rank - self.rank % self.in_step
+        return len(self._between(first, first + self.in_step, left)) > 0
+
+    def _between(self, first: int, end: int, left: int) -> range:
+        """The samples of the ranks from `first` to before `end`."""
         size = min(left, self.size)
         if self.drop_last and size < self.size:
             return range(0)
         # Rank r begins at size · r / world_size, rounded up.
-        first, end = (-(-size * rank // self.world_size) for rank in (self.rank, self.rank + 1))
-        return range(first, end)
+        return range(-(-size * first // self.world_size), -(-size * end // self.world_size))
 
 
 @dataclass(frozen=True)
 class BatchIndices:
-    """The samples of one batch: what a loader asks its workers for."""
+    """The samples of one batch: what a loader asks its workers for. Perhaps none, with ranks in step."""
 
     epoch: int
     indices: npt.NDArray[np.int64]
@@ -171,7 +186,7 @@ class BatchSampler:
 
     def _batches_in(self, samples: int) -> int:
         whole, rest = divmod(samples, self.global_batch.size)
-        return whole + (len(self.global_batch.share(rest)) > 0)
+        return whole + self.global_batch.goes_on(rest)
 
     def after(self, batches: int) -> tuple[int, int]:
         """The position, epoch and samples, that lies `batches` batches ahead."""
@@ -187,7 +202,7 @@ class BatchSampler:
 
     def move_to(self, epoch: int, samples: int) -> None:
         """Go to a position, or to the start of the next epoch when no batch is left in this one."""
-        over = not self.global_batch.share(self.order.size - samples)
+        over = not self.global_batch.goes_on(self.order.size - samples)
         self.epoch, self.samples = (epoch + 1, 0) if over else (epoch, samples)
 
     def __iter__(self) -> Iterator[BatchIndices]:
@@ -201,8 +216,8 @@ class BatchSampler:
                     share = self.global_batch.share(min(first + stride, size) - begin)
                     shares.append(np.arange(begin + share.start, begin + share.stop, dtype=np.int64))
                 indices = self.order.at(epoch, np.concatenate(shares))
-                for positions in shares:
+                for begin, positions in zip(range(first, size, self.global_batch.size), shares, strict=False):
                     batch, indices = indices[: len(positions)], indices[len(positions) :]
-                    if len(batch):
+                    if self.global_batch.goes_on(size - begin):
                         yield BatchIndices(epoch, batch)
             epoch, start = epoch + 1, 0

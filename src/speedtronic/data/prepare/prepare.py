@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +30,7 @@ from speedtronic.data.prepare.encode import (
     plan_units,
 )
 from speedtronic.data.prepare.process_pool import ProcessLostError, available_cpus, map_in_order
+from speedtronic.data.prepare.records import TEXT_RECORDS, Records
 from speedtronic.data.prepare.sources import DEFAULT_PATTERNS, Input, choose_inputs
 from speedtronic.data.prepare.staging import StagingFolder, is_resumable, output_folder
 from speedtronic.data.shard_writer import DEFAULT_SHARD_TOKENS, ShardFiles
@@ -45,7 +46,9 @@ from speedtronic.errors import DataError
 CHARACTERS = "chars"
 
 _SECONDS_BETWEEN_JOURNALS = 5.0
+_JOURNAL_VERSION = 2  # of what a journal says
 _SPEC = "tokenizer_spec.json"
+_MOST_NAMED = 3  # records that are left out
 
 R = TypeVar("R")
 
@@ -63,6 +66,9 @@ class PreparedSummary:
         vocab_size: ids of the tokenizer; the model's vocabulary must hold them.
         shards: number of shards.
         skipped: files of a built-in source that are not UTF-8 text and so were left out.
+        bad_records: how many records were left out because they cannot be used.
+        first_bad_records: what is wrong with the first few of them, each with its place.
+        targets: how many of the tokens are targets of training.
         already_prepared: whether the folder was already there with the same content, so that nothing was written.
     """
 
@@ -74,6 +80,9 @@ class PreparedSummary:
     vocab_size: int
     shards: int
     skipped: int
+    bad_records: int
+    first_bad_records: Sequence[str]
+    targets: int
     already_prepared: bool
 
 
@@ -96,6 +105,7 @@ class Progress:
 class _Job:
     inputs: Sequence[Input]
     recipe: Mapping[str, Any]
+    skip_bad_records: bool
     processes: int
     on_progress: Callable[[Progress], None]
     clock: Callable[[], float]
@@ -103,7 +113,8 @@ class _Job:
     @property
     def identity(self) -> str:
         """Equal for two jobs when one can continue the work of the other."""
-        return _checksum([self.recipe, [each.stamp for each in self.inputs], VERSION])
+        stamps = [each.stamp for each in self.inputs]
+        return _checksum([self.recipe, stamps, self.skip_bad_records, VERSION, _JOURNAL_VERSION])
 
     def results(
         self, stage: str, task: Callable[[Unit], R], rule: CutRule, start: Position = BEGINNING
@@ -118,7 +129,7 @@ class _Job:
                 if unit.next.number < len(self.inputs):
                     # Inside an input: its share of the bytes follows from the share of its offsets.
                     each = self.inputs[unit.next.number]
-                    done += each.size * unit.next.offset // each.length
+                    done += min(each.size * unit.next.offset // each.length, each.size)
                 self.on_progress(Progress(stage, done, before[-1]))
 
 
@@ -130,7 +141,8 @@ def prepare(
     hub: str | None = None,
     split: str = "train",
     tokenizer: str = "bytes",
-    text_field: str = "text",
+    records: Records = TEXT_RECORDS,
+    skip_bad_records: bool = False,
     patterns: Sequence[str] = DEFAULT_PATTERNS,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     seed: int = 0,
@@ -149,15 +161,17 @@ def prepare(
     it, and when a call was killed or interrupted, the same call continues its work.
 
     Args:
-        paths: text, `.jsonl` and `.parquet` files, and folders that are searched for `patterns`; hidden files and
-            folders are skipped.
+        paths: text, `.jsonl`, `.jsonl.gz`, `.jsonl.zst` and `.parquet` files, and folders that are searched for
+            `patterns`; hidden files and folders are skipped.
         out: the folder to write. A folder that has the same content already is kept.
         source: "python-stdlib", the sources of the running interpreter's own library, in place of `paths`.
         hub: a dataset that the `datasets` library loads, NAME or NAME:CONFIG, in place of `paths`.
         split: the split of that dataset.
         tokenizer: "bytes"; "chars" for the characters that occur in the text; or a file or folder as
             `load_tokenizer` takes it.
-        text_field: the field or column that holds the text.
+        records: what a JSON line or a row holds: a text, a prompt with its completion, or a chat. Of the latter two the
+            folder says which tokens are targets of training.
+        skip_bad_records: leave records out that cannot be used, and count them; without it, one is an error.
         patterns: which file names are taken from folders; files that are named in `paths` always are.
         shard_tokens: the most tokens in one shard.
         seed: the seed of the order of files.
@@ -176,29 +190,23 @@ def prepare(
     if processes is not None and processes < 1:
         raise DataError(f"at least 1 process must prepare the data, not {processes}")
     folder = output_folder(out)
-    inputs, skipped = choose_inputs(
-        paths, source=source, hub=hub, split=split, patterns=patterns, text_field=text_field
-    )
+    inputs, skipped = choose_inputs(paths, source=source, hub=hub, split=split, patterns=patterns, records=records)
     recover(FileSystem(), folder)
 
-    def place(each: Input) -> tuple[bytes, str]:
-        name = f"{seed}:{each.name}".encode(errors="surrogateescape")
-        return hashlib.blake2b(name, digest_size=8).digest(), each.name
-
     # The recipe is all that decides about the result, apart from the text itself. It is kept in the index.
-    inputs.sort(key=place)
+    inputs = in_order(inputs, seed)
     encoder = None if tokenizer == CHARACTERS else load_tokenizer(tokenizer)
     recipe = {
         "origin": source or hub or "files",
         "tokenizer": CHARACTERS if encoder is None else spec_fingerprint(encoder.spec()),
-        "text_field": text_field,
+        **records.recipe,
         "shard_tokens": shard_tokens,
         "seed": seed,
         "files": _checksum([[each.name, each.size, each.length] for each in inputs]),
         "skipped": skipped,
         "unit_bytes": unit_bytes,
     }
-    job = _Job(inputs, recipe, processes or available_cpus(), on_progress, clock)
+    job = _Job(inputs, recipe, skip_bad_records, processes or available_cpus(), on_progress, clock)
     existing = _prepared_before(folder, job, force)
     if existing is not None:
         return _summary(existing, encoded_bytes=0, already_prepared=True)
@@ -211,6 +219,16 @@ def prepare(
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
     return _summary(ShardSet(folder), encoded_bytes=encoded_bytes, already_prepared=False)
+
+
+def in_order(inputs: Sequence[Input], seed: int) -> list[Input]:
+    """The inputs in the order of a hash of their names."""
+
+    def place(each: Input) -> tuple[bytes, str]:
+        name = f"{seed}:{each.name}".encode(errors="surrogateescape")
+        return hashlib.blake2b(name, digest_size=8).digest(), each.name
+
+    return sorted(inputs, key=place)
 
 
 def _checksum(value: Any) -> str:
@@ -227,6 +245,9 @@ def _summary(shards: ShardSet, *, encoded_bytes: int, already_prepared: bool) ->
         vocab_size=shards.vocab_size,
         shards=len(shards.shards),
         skipped=int(shards.source["skipped"]),
+        bad_records=int(shards.source.get("bad_records", 0)),
+        first_bad_records=shards.source.get("first_bad_records", ()),
+        targets=int(shards.source.get("targets", shards.tokens)),
         already_prepared=already_prepared,
     )
 
@@ -248,6 +269,8 @@ def _prepared_before(folder: Path, job: _Job, force: bool) -> ShardSet | None:
         differing = [name for name, value in job.recipe.items() if existing.source.get(name) != value]
         if not differing and existing.source.get("content") != _content(job, cut_rule(existing.tokenizer)):
             differing = ["content"]
+        if existing.source.get("bad_records") and not job.skip_bad_records:
+            differing.append("choice of --bad-lines")
     except OSError as error:
         raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
     if differing:
@@ -295,6 +318,9 @@ class _State:
     position: Position = BEGINNING
     content: bytes = b""
     text_bytes: int = 0
+    targets: int = 0
+    bad_records: int = 0
+    first_bad_records: list[str] = field(default_factory=list)
 
 
 def _write_shards(job: _Job, encoder: Tokenizer | None, staging: StagingFolder) -> int:
@@ -324,9 +350,7 @@ def _resumed(job: _Job, encoder: Tokenizer | None, staging: StagingFolder) -> _S
         return None
     try:
         tokenizer = encoder or tokenizer_from_spec(json.loads((staging.path / _SPEC).read_bytes()))
-        files = ShardFiles(
-            staging.files, tokenizer=tokenizer, shard_tokens=job.recipe["shard_tokens"], state=journal["files"]
-        )
+        files = _shard_files(job, tokenizer, staging, journal["files"])
     except OSError:
         return None  # a file has been removed or shortened
     return _State(
@@ -335,6 +359,21 @@ def _resumed(job: _Job, encoder: Tokenizer | None, staging: StagingFolder) -> _S
         position=Position(*journal["next"]),
         content=bytes.fromhex(journal["content"]),
         text_bytes=journal["text_bytes"],
+        targets=journal["targets"],
+        bad_records=journal["bad_records"],
+        first_bad_records=journal["first_bad_records"],
+    )
+
+
+def _shard_files(
+    job: _Job, tokenizer: Tokenizer, staging: StagingFolder, state: Mapping[str, Any] | None = None
+) -> ShardFiles:
+    return ShardFiles(
+        staging.files,
+        tokenizer=tokenizer,
+        shard_tokens=job.recipe["shard_tokens"],
+        with_targets="records" in job.recipe,
+        state=state,
     )
 
 
@@ -344,24 +383,28 @@ def _started(job: _Job, encoder: Tokenizer | None, staging: StagingFolder) -> _S
     tokenizer = encoder
     if tokenizer is None:
         found: set[str] = set()
-        with closing(job.results("characters", characters_of_unit, "characters")) as results:
+        task = partial(characters_of_unit, skip_bad_records=job.skip_bad_records)
+        with closing(job.results("characters", task, "characters")) as results:
             for _, characters in results:
                 found.update(characters)
         tokenizer = CorpusCharTokenizer(found)
         staging.write(_SPEC, json.dumps(tokenizer.spec()).encode())  # so that a later run need not collect them again
-    return _State(tokenizer, ShardFiles(staging.files, tokenizer=tokenizer, shard_tokens=job.recipe["shard_tokens"]))
+    return _State(tokenizer, _shard_files(job, tokenizer, staging))
 
 
 def _encode(job: _Job, state: _State, staging: StagingFolder) -> None:
     """Write the rest of the files, with a journal every few seconds."""
-    task = partial(encode_unit, tokenizer=state.tokenizer)
+    task = partial(encode_unit, tokenizer=state.tokenizer, skip_bad_records=job.skip_bad_records)
     journal_written = job.clock()
     with closing(job.results("encoding", task, cut_rule(state.tokenizer), state.position)) as results:
         for unit, encoded in results:
-            state.files.append(encoded.ids, encoded.ends)
+            state.files.append(encoded.ids, encoded.ends, encoded.targets)
             state.position = unit.next
             state.content = hashlib.sha256(state.content + encoded.checksum).digest()
             state.text_bytes += encoded.size
+            state.targets += len(encoded.ids) if encoded.targets is None else int(encoded.targets.sum())
+            state.bad_records += len(encoded.left_out)
+            state.first_bad_records += encoded.left_out[: _MOST_NAMED - len(state.first_bad_records)]
             if job.clock() - journal_written >= _SECONDS_BETWEEN_JOURNALS:
                 staging.write_journal(
                     {
@@ -369,10 +412,20 @@ def _encode(job: _Job, state: _State, staging: StagingFolder) -> None:
                         "next": [state.position.number, state.position.offset],
                         "content": state.content.hex(),
                         "text_bytes": state.text_bytes,
+                        "targets": state.targets,
+                        "bad_records": state.bad_records,
+                        "first_bad_records": state.first_bad_records,
                         "files": state.files.state_dict(),
                     }
                 )
                 journal_written = job.clock()
     if not state.files.tokens:
+        if state.bad_records:
+            raise DataError(f"no record can be used; the first: {state.first_bad_records[0]}")
         raise DataError("all documents are empty: there is nothing to train on")
-    state.files.finish({**job.recipe, "content": state.content.hex(), "text_bytes": state.text_bytes})
+    facts: dict[str, Any] = {"content": state.content.hex(), "text_bytes": state.text_bytes}
+    if state.bad_records:
+        facts |= {"bad_records": state.bad_records, "first_bad_records": state.first_bad_records}
+    if "records" in job.recipe:
+        facts["targets"] = state.targets
+    state.files.finish({**job.recipe, **facts})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speedtronic.data.prepare.records import TEXT_RECORDS, TextRecords
 from speedtronic.data.prepare.sources import DEFAULT_PATTERNS, choose_inputs, texts
 from speedtronic.data.tokenizers.chunking import encode_long
 from speedtronic.data.tokenizers.huggingface import json_tokenizer
@@ -38,12 +39,14 @@ class TrainedTokenizer:
         vocab_size: ids of the tokenizer; fewer than requested when no more pairs of the text repeat.
         text_bytes: bytes of UTF-8 text that it was trained on.
         bytes_per_token: measured on the first MB of that text.
+        left_out: what is wrong with the records that were left out, each with its place.
     """
 
     path: Path
     vocab_size: int
     text_bytes: int
     bytes_per_token: float
+    left_out: Sequence[str] = ()
 
 
 def train_tokenizer(
@@ -55,7 +58,8 @@ def train_tokenizer(
     hub: str | None = None,
     split: str = "train",
     patterns: Sequence[str] = DEFAULT_PATTERNS,
-    text_field: str = "text",
+    records: TextRecords = TEXT_RECORDS,
+    skip_bad_records: bool = False,
     force: bool = False,
     progress: bool = False,
 ) -> TrainedTokenizer:
@@ -72,7 +76,8 @@ def train_tokenizer(
         vocab_size: the most ids that it may have, from 257 to 4,194,304.
         source, hub, split: read in place of `paths`, as for `prepare`.
         patterns: which file names are taken from folders; files that are named in `paths` always are.
-        text_field: the field or column that holds the text.
+        records: which field or column holds the text.
+        skip_bad_records: leave records out that cannot be used; without it, one is an error.
         force: replace a file at `out`.
         progress: show the library's own progress on the standard error.
 
@@ -93,8 +98,9 @@ def train_tokenizer(
     if path.exists() and not force:
         raise DataError(f"{path}: exists already; replace it with --force or choose another file")
     # Train. The text is streamed through a counter, which also keeps a sample of it.
-    inputs, _ = choose_inputs(paths, source=source, hub=hub, split=split, patterns=patterns, text_field=text_field)
-    text = _CountedText(texts(inputs))
+    inputs, _ = choose_inputs(paths, source=source, hub=hub, split=split, patterns=patterns, records=records)
+    left_out: list[str] = []
+    text = _CountedText(texts(inputs, left_out if skip_bad_records else None))
     trained = _trained(text, vocab_size, progress).to_str(pretty=True)
     if not text.bytes:
         raise DataError("all documents are empty: there is nothing to train on")
@@ -111,6 +117,7 @@ def train_tokenizer(
         vocab_size=tokenizer.vocab_size,
         text_bytes=text.bytes,
         bytes_per_token=len(text.sample.encode("utf-8")) / tokens,
+        left_out=left_out,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,35 @@ class JsonTokenizer:
                 f"document could not be recognised; remove that part or choose another tokenizer"
             )
         return arrays
+
+    def encode_with_special_tokens(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """The ids of each text in which special tokens are spelled, as in a chat template's.
+
+        Returns:
+            For each text the ids (T,), and for each of them where its characters begin and stop in the text.
+
+        Raises:
+            DataError: text that the vocabulary cannot hold.
+        """
+        try:
+            encodings = self._with_special_tokens.encode_batch(texts, add_special_tokens=False)
+        except Exception as error:  # noqa: BLE001 - what the library raises for text that it cannot encode
+            raise DataError(f"the `tokenizers` library cannot encode the text: {error}") from error
+        for encoding in encodings:
+            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            yield np.array(encoding.ids, np.uint32), places[:, 0], places[:, 1]
+
+    @cached_property
+    def _with_special_tokens(self) -> tokenizers.Tokenizer:
+        return _library_tokenizer(self._text)
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The names of its special tokens."""
+        added = self.structure["added_tokens"]
+        return tuple(token["content"] for token in added if token["special"])
 
     def decode(self, ids: Iterable[int]) -> str:
         tokens = list(ids)

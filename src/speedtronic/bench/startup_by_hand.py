@@ -1,7 +1,4 @@
-"""What `startup.py` holds `speedtronic train examples/smoke.yaml` against: the same four steps written by hand.
-
-The model, the optimizer, the sizes and the data are those of `examples/smoke.yaml`; plain torch does all of it.
-"""
+"""What `startup.py` holds `speedtronic train` against: the same four steps written by hand, in plain torch."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ def main() -> None:
             batch = tokens[place : place + MICRO_BATCH * (LENGTH + 1)].view(MICRO_BATCH, LENGTH + 1)
             place += MICRO_BATCH * LENGTH
             loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-            (loss / MICRO_BATCHES).backward()
+            torch.autograd.backward(loss / MICRO_BATCHES)
             total += loss.item() / MICRO_BATCHES
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
