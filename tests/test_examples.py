@@ -26,7 +26,7 @@ from speedtronic.shapes import validate_startup_shapes
 from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "cluster")
 DILOCO = ROOT / "examples/diloco/diloco.yaml"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

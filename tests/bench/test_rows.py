@@ -65,10 +65,3 @@ def test_each_row_is_measured_in_its_quick_form(name: str) -> None:
     assert outcome.figures or name in LEFT_OUT, outcome.left_out
     for figure in outcome.figures:
         assert all(math.isfinite(value) and value >= 0 for value in figure.rounds), figure
-
-
-@pytest.mark.slow
-def test_the_choices_of_a_loop_by_hand_are_compared_with_the_plain_one() -> None:
-    figures = measure("choices", Settings(quick=True, rounds=2)).figures
-    assert {len(figure.rounds) for figure in figures} == {2}
-    assert "merged + compile + fused by hand, quick" in {figure.name for figure in figures}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -119,10 +120,38 @@ def test_torchs_own_optimizers_and_schedulers_are_taken(model: torch.nn.Linear) 
             trainer(optimizer, model, scheduler)
 
 
-@pytest.mark.parametrize("evaluator", [lambda model: {"loss": 1.0}, "held_out", torch.nn.MSELoss])
-def test_an_evaluator_that_cannot_be_called_is_refused(evaluator: Any, model: torch.nn.Linear) -> None:
-    with pytest.raises(ConfigError, match=r"^evaluator: .* cannot be called with a model and a function"):
-        Trainer(model, sgd(model), BATCHES, device="cpu", loss_fn=mean_square, evaluator=evaluator)
+class OneMethod:
+    def on_step_end(self, run: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": torch.nn.Linear}, "a torch.nn.Module, not the class Linear"),
+        ({"model": "gpt2"}, "a torch.nn.Module, not a str"),
+        ({"loss_fn": "mse"}, "a function of the model's output and the batch, not a str"),
+        ({"loss_fn": torch.nn.MSELoss}, "not the class MSELoss"),
+        ({"loss_fn": lambda output: output.mean()}, "not a function"),
+        ({"evaluator": BATCHES}, "makes one of batches, not a list"),
+        ({"evaluator": lambda model: {"loss": 1.0}}, "not a function"),
+        ({"logger": logging.getLogger()}, "a speedtronic.MetricLogger, or act as one, not a RootLogger"),
+        ({"precision": "bf16"}, "a plan of speedtronic.resolve_precision"),
+        ({"checkpoint_manager": "runs"}, r"a speedtronic.CheckpointManager\(folder\), not a str"),
+        ({"callbacks": OneMethod()}, "a list of callbacks, not a OneMethod"),
+        ({"callbacks": {"mine": OneMethod()}}, "a list of callbacks, not a dict"),
+    ],
+)
+def test_a_part_of_another_kind_is_refused_with_what_is_needed(wrong: Any, said: str, model: torch.nn.Linear) -> None:
+    parts = {"model": model, "loss_fn": mean_square} | wrong
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"^{name}: must be .*{said}"):
+        Trainer(parts.pop("model"), sgd(model), BATCHES, device="cpu", **parts)
+
+
+@pytest.mark.parametrize("target", [2.5, "2"])
+def test_a_target_that_is_no_whole_number_is_refused(target: Any, model: torch.nn.Linear) -> None:
+    with pytest.raises(ConfigError, match="max_steps must be positive and whole"):
+        trainer(sgd(model), model).fit(target)
 
 
 def test_a_fit_inside_autocast_is_refused_since_its_casts_of_the_weights_grow_old(model: torch.nn.Linear) -> None:
@@ -183,3 +212,11 @@ def test_what_needs_the_loop_to_call_the_model_is_refused_beside_a_training_step
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^{shown}: a training_step calls the model in its own way"):
         with_training_step(model, sgd(model), config=config)
+
+
+@pytest.mark.parametrize("wrong", [lambda model, batch: torch.ones(()), torch.nn.MSELoss, "train"])
+def test_a_training_step_that_cannot_be_called_is_refused(wrong: Any, model: torch.nn.Linear) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^training_step: must be a function of the model, a batch and the step, not "
+    ):
+        Trainer(model, sgd(model), BATCHES, device="cpu", training_step=wrong)

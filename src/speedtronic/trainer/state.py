@@ -135,6 +135,13 @@ class TrainerState:
 
     def load(self, run: Run, state: Mapping[str, Any]) -> None:
         """What `Trainer.resume` does."""
+        needed = ("model", "optimizer", "step", "samples", "tokens")
+        if not isinstance(state, Mapping) or any(key not in state for key in needed):
+            raise CheckpointError(
+                f"cannot resume from a {type(state).__name__} that is no trainer's state. A checkpoint manager's "
+                "load_latest() returns one, or None where there is no checkpoint yet; weights alone are for "
+                "model.load_state_dict, or run.init_from"
+            )
         run.model.to(run.device)
         model = unwrapped(run.model)
         load_model(model, state["model"])

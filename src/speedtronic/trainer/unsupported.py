@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError
 from speedtronic.optimizers.optimizer_set import OptimizerSet
+from speedtronic.precision import PrecisionPlan
 from speedtronic.trainer.schedule import SchedulerSet
 
 _ONE_FOR_ALL = (
@@ -19,6 +21,42 @@ _ONE_FOR_ALL = (
     "own options, or combine Muon and AdamW with speedtronic.HybridOptimizer; with a training_step, pass a dict of "
     "optimizers by name"
 )
+
+
+def refuse_wrong_parts(parts: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a part of another kind than it should be, with what is needed.
+
+    Args:
+        parts: `model`, `loss_fn`, `evaluator`, `training_step`, `logger`, `precision`, `checkpoint_manager` and
+            `callbacks` of a trainer; None where there is none.
+    """
+    callbacks = parts["callbacks"]
+    checks = (
+        ("model", isinstance(parts["model"], nn.Module), "a torch.nn.Module"),
+        ("loss_fn", _takes(parts["loss_fn"], 2), "a function of the model's output and the batch"),
+        (
+            "evaluator",
+            _takes(parts["evaluator"], 2),
+            "called with a model and a function that says whether to stop; speedtronic.evaluation.HeldOutLoss(lambda: "
+            "batches, …) makes one of batches",
+        ),
+        ("training_step", _takes(parts["training_step"], 3), "a function of the model, a batch and the step"),
+        ("logger", _has(parts["logger"], "emit", "info", "warning"), "a speedtronic.MetricLogger, or act as one"),
+        ("precision", isinstance(parts["precision"], PrecisionPlan), "a plan of speedtronic.resolve_precision(…)"),
+        (
+            "checkpoint_manager",
+            _has(parts["checkpoint_manager"], "enabled", "save", "should_save"),
+            "a speedtronic.CheckpointManager(folder)",
+        ),
+        ("callbacks", isinstance(callbacks, Iterable) and not isinstance(callbacks, Mapping), "a list of callbacks"),
+    )
+    for name, fits, needed in checks:
+        if not fits and (parts[name] is not None or name == "model"):
+            raise ConfigError(f"{name}: must be {needed}, not {_named(parts[name])}")
+
+
+def _has(part: Any, *names: str) -> bool:
+    return not isinstance(part, type) and all(hasattr(part, name) for name in names)
 
 
 def drivable(
@@ -33,11 +71,6 @@ def drivable(
     Raises:
         ConfigError: the loop cannot drive them, with what to do instead.
     """
-    if evaluator is not None and not _takes(evaluator, 2):
-        raise ConfigError(
-            f"evaluator: {_named(evaluator)} cannot be called with a model and a function that says whether to stop; "
-            "let it take both, as (model, should_stop)"
-        )
     if training_step is not None:
         optimizer, scheduler = _as_one(optimizer, scheduler)
     _refuse_unsupported(optimizer, scheduler)
