@@ -139,9 +139,8 @@ def measure(args: argparse.Namespace) -> None:
     print(f"{group.size} ranks on {device.type}: {args.steps} steps, {args.rounds} rounds, torch {torch.__version__}")
     for name, times in seconds.items():
         print(f"  {name:10} {1e3 * statistics.median(times) / args.steps:8.3f} ms per step")
-    print(
-        f"  ratio      {statistics.median(ratios):8.3f}  ({min(ratios):.3f} to {max(ratios):.3f}); of processor time {processor:.3f}"
-    )
+    spread = f"({min(ratios):.3f} to {max(ratios):.3f})"
+    print(f"  ratio      {statistics.median(ratios):8.3f}  {spread}; of processor time {processor:.3f}")
 
 
 def main() -> None:
