@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from typing import Any
 import lightning
 import torch
 import transformers
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from speedtronic.bench.figures import Figure, Settings, ratios
@@ -112,8 +116,19 @@ class HuggingFaceSteps(transformers.TrainerCallback):
         self._watch.at(state.global_step)
 
 
+class Plain(nn.Module):
+    """Without the model's `config`, which the Hugging Face Trainer would take for one of its own and change."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.model = make_model(size)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.model(input_ids=input_ids, labels=labels)
+
+
 def by_hugging_face(size: Size, folder: Path) -> Run:
-    model = make_model(size)
+    model = Plain(size)
     samples = [
         {key: rows[place] for key, rows in batch.items()}
         for batch in batches(size)
@@ -172,9 +187,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, to see that it runs")
     parser.add_argument("--json", action="store_true", help="a line for a program each")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")  # both advise on what is not measured here
+    # Both advise on what is not measured here.
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for name in ("quick",) if args.quick else ("tiny", "small"):
-        for figure in compare(name, Settings(quick=args.quick, rounds=args.rounds)):
+        with redirect_stdout(sys.stderr):  # where what they print is no line of ours
+            figures = list(compare(name, Settings(quick=args.quick, rounds=args.rounds)))
+        for figure in figures:
             spread = f"({min(figure.rounds):.2f} … {max(figure.rounds):.2f})"
             print(figure.model_dump_json() if args.json else f"{figure.name:40} {figure.value:6.2f}  {spread}")
 

@@ -152,11 +152,11 @@ def test_the_synchronous_arm_is_diloco(ablation: ModuleType, text: str) -> None:
 
 
 def test_an_arm_takes_back_what_it_replaced(ablation: ModuleType) -> None:
-    kept = (ablation.Node._without, ablation.rounds_module.Round.fraction)
+    kept = (ablation.Node._without, ablation.averaging.Round.fraction)
     for arm in ablation.ARMS:
         with ablation.changed(arm):
             pass
-    assert kept == (ablation.Node._without, ablation.rounds_module.Round.fraction)
+    assert kept == (ablation.Node._without, ablation.averaging.Round.fraction)
 
 
 def test_an_arm_without_fractions_makes_whole_rounds(ablation: ModuleType, text: str) -> None:

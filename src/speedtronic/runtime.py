@@ -380,7 +380,10 @@ def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
     for module in modules:
         if module not in sys.modules and not _exists(module):
             places = f"the configuration's folder {folder} and " if folder is not None else ""
-            raise ConfigError(f"plugins: there is no module {module!r} in {places}the Python path")
+            raise ConfigError(
+                f"plugins: there is no module {module!r} in {places}the Python path; name the file there, without .py, "
+                "or install the package that has it"
+            )
         importlib.import_module(module)
     os.chdir(working_directory)
 

@@ -30,7 +30,7 @@ def record(day: int, value: float, *, quick: bool = False, cores: str = "2") -> 
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
     written = [record(1, 0.5), record(2, 0.7, quick=True)]
     file = tmp_path / "history.jsonl"
-    file.write_text("".join(f"{each.model_dump_json(exclude_none=True)}\n" for each in written), encoding="utf-8")
+    file.write_text("".join(f"{each.line()}\n" for each in written), encoding="utf-8")
     assert read(file) == written
 
 

@@ -68,6 +68,20 @@ def test_a_line_of_json_has_date_versions_machine_and_rows_and_is_appended(
     assert json.loads(printed[0])["versions"]["torch"]
 
 
+def test_ctrl_c_keeps_what_was_measured_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(name: str, given: Settings) -> Outcome:
+        if name == "muon":
+            raise KeyboardInterrupt
+        return OUTCOMES[name]
+
+    monkeypatch.setattr(bench, "measure", measure)
+    file = tmp_path / "history.jsonl"
+    assert main(["bench", "--only", "overhead", "muon", "--history", str(file)]) == 130
+    assert [record.rows.keys() for record in read(file)] == [{"overhead"}]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

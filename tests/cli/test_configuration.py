@@ -29,6 +29,19 @@ def test_validate_prints_the_resolved_configuration_as_yaml(file: str, capsys: p
     assert printed.to_dict().keys() == SpeedtronicConfig().to_dict().keys()
 
 
+def test_a_working_directory_that_is_gone_is_said_in_one_line(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["validate", file]) == 2
+    assert capsys.readouterr().err == (
+        "error: the working directory is gone; change to a folder that exists (cd), and try again\n"
+    )
+
+
 def test_validate_prints_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", file, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["max_steps"] == 3

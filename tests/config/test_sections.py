@@ -540,6 +540,9 @@ def test_a_contradiction_is_not_guessed_from_wrong_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         ModelConfig(d_model="wide", n_head=3)
     assert str(caught.value) == "model.d_model: must be a whole number, not the text 'wide'"
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(mixture={"a": 0}, document_mask=True, packing="best_fit")
+    assert str(caught.value) == "data.mixture.a: must be greater than 0, not 0"
 
 
 def test_keys_that_depend_on_each_other_can_be_edited_one_after_the_other() -> None:

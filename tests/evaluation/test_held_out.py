@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedtronic.checkpoint import capture_rng_state
-from speedtronic.errors import DataError, ModelError
+from speedtronic.errors import ConfigError, DataError, ModelError
 from speedtronic.evaluation import HeldOutLoss
 from speedtronic.precision import resolve_precision
 from speedtronic.trainer.loss import loss_by_name
@@ -347,8 +347,22 @@ def test_held_out_data_without_a_target_is_an_error(batches: list[Any]) -> None:
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
             return torch.tensor(0.0)
 
-    with pytest.raises(DataError, match="no target"):
+    with pytest.raises(DataError, match="no target|gave no batch"):
         evaluator(batches)(Zero())
+
+
+def test_an_iterator_that_was_read_before_is_told_from_data_without_targets() -> None:
+    batches = iter([batch(1, 1, 1)])
+    once = HeldOutLoss(lambda: batches, device="cpu", precision=resolve_precision("fp32", CPU))
+    assert once(Model()) is not None
+    with pytest.raises(DataError, match="gave no batch: .*an iterator that an earlier evaluation has read"):
+        once(Model())
+
+
+def test_batches_in_place_of_a_function_that_returns_them_are_refused() -> None:
+    passes: Any = [batch(1, 1, 1)]
+    with pytest.raises(ConfigError, match="^passes: must be a function .* such as lambda: batches, not a list"):
+        HeldOutLoss(passes, device=CPU, precision=resolve_precision("fp32", CPU))
 
 
 def test_gradients_of_the_model_itself_are_refused_with_what_to_do() -> None:

@@ -161,3 +161,9 @@ def test_saved_precision_and_config_are_informational() -> None:
     ours.resume(state)
     assert ours.config.run.name == "second"
     assert ours.precision.mode == "fp32"
+
+
+@pytest.mark.parametrize("state", [None, "runs/a", {}, {"model": {}}, nn.Linear(2, 1).state_dict()])
+def test_what_is_no_state_of_a_trainer_is_refused_with_what_to_do(state: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot resume from a \w+ that is no trainer's state.*load_latest"):
+        make_trainer().resume(state)

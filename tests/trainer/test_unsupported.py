@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from speedtronic.errors import ConfigError
+from speedtronic.metrics import MetricLogger
 from speedtronic.optimizers import CautiousOptimizer
 from speedtronic.trainer import Trainer
 
@@ -102,10 +105,38 @@ def test_torchs_own_optimizers_and_schedulers_are_taken(model: torch.nn.Linear) 
             trainer(optimizer, model, scheduler)
 
 
-@pytest.mark.parametrize("evaluator", [lambda model: {"loss": 1.0}, "held_out", torch.nn.MSELoss])
-def test_an_evaluator_that_cannot_be_called_is_refused(evaluator: Any, model: torch.nn.Linear) -> None:
-    with pytest.raises(ConfigError, match=r"^evaluator: .* cannot be called with a model and a function"):
-        Trainer(model, sgd(model), BATCHES, device="cpu", loss_fn=mean_square, evaluator=evaluator)
+class OneMethod:
+    def on_step_end(self, run: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": torch.nn.Linear}, "a torch.nn.Module, not the class Linear"),
+        ({"model": "gpt2"}, "a torch.nn.Module, not a str"),
+        ({"loss_fn": "mse"}, "a function of the model's output and the batch, not a str"),
+        ({"loss_fn": torch.nn.MSELoss}, "not the class MSELoss"),
+        ({"loss_fn": lambda output: output.mean()}, "not a function"),
+        ({"evaluator": BATCHES}, "makes one of batches, not a list"),
+        ({"evaluator": lambda model: {"loss": 1.0}}, "not a function"),
+        ({"logger": logging.getLogger()}, "a speedtronic.MetricLogger, or act as one, not a RootLogger"),
+        ({"precision": "bf16"}, "a plan of speedtronic.resolve_precision"),
+        ({"checkpoint_manager": "runs"}, r"a speedtronic.CheckpointManager\(folder\), not a str"),
+        ({"callbacks": OneMethod()}, "a list of callbacks, not a OneMethod"),
+        ({"callbacks": {"mine": OneMethod()}}, "a list of callbacks, not a dict"),
+    ],
+)
+def test_a_part_of_another_kind_is_refused_with_what_is_needed(wrong: Any, said: str, model: torch.nn.Linear) -> None:
+    parts = {"model": model, "loss_fn": mean_square} | wrong
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=f"^{name}: must be .*{said}"):
+        Trainer(parts.pop("model"), sgd(model), BATCHES, device="cpu", **parts)
+
+
+@pytest.mark.parametrize("target", [2.5, "2"])
+def test_a_target_that_is_no_whole_number_is_refused(target: Any, model: torch.nn.Linear) -> None:
+    with pytest.raises(ConfigError, match="max_steps must be positive and whole"):
+        trainer(sgd(model), model).fit(target)
 
 
 def test_a_fit_inside_autocast_is_refused_since_its_casts_of_the_weights_grow_old(model: torch.nn.Linear) -> None:
@@ -116,3 +147,18 @@ def test_a_fit_inside_autocast_is_refused_since_its_casts_of_the_weights_grow_ol
     assert torch.equal(model.weight, before)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         assert ours.fit(2).steps == 2
+
+
+def test_weights_that_are_trained_and_not_in_the_model_are_said(model: torch.nn.Linear) -> None:
+    criterion = torch.nn.Linear(1, 1)
+
+    def warnings_of(*modules: torch.nn.Module) -> str:
+        stream = StringIO()
+        optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+        logger = MetricLogger(stream=stream)
+        Trainer(model, optimizer, BATCHES, device="cpu", loss_fn=mean_square, logger=logger)
+        return stream.getvalue()
+
+    assert warnings_of(model) == ""
+    assert "trains 2 tensors that are not in the model: no checkpoint" in warnings_of(model, criterion)
+    assert "has no weight of this model, so nothing of it is trained" in warnings_of(criterion)

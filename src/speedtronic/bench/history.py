@@ -36,6 +36,10 @@ class Record(BaseModel):
     machine: dict[str, str]
     rows: dict[str, Outcome]
 
+    def line(self) -> str:
+        """It as a line of JSON."""
+        return self.model_dump_json(exclude_none=True)
+
     def on(self) -> str:
         """The machine in words."""
         return ", ".join(

@@ -50,6 +50,7 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     try:
         try:
             args = build_parser().parse_args(argv)
+            _check_working_directory()
             # Of the processes that torchrun starts, all train, and one does anything else.
             code: int = args.run(args) if args.run is train.run or _leads() else 0
         except SystemExit as stop:
@@ -74,6 +75,14 @@ def _exit_code(argv: Sequence[str] | None) -> int:
         print(format_error(error), end="", file=sys.stderr)
         return 1
     return code
+
+
+def _check_working_directory() -> None:
+    """Raise ConfigError where it is gone. Relative paths lead nowhere then, and torch's libraries cannot be loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory is gone; change to a folder that exists (cd), and try again") from None
 
 
 def _leads() -> bool:

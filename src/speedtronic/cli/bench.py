@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +14,19 @@ from speedtronic.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
     from speedtronic.bench.figures import Figure, Outcome
+    from speedtronic.bench.history import Record
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    rows = "; ".join(f"{name}: {row.about}" for name, row in ROWS.items())
+    rows = "\n".join(f"  {name:18}{row.about}" for name, row in ROWS.items())
     parser = commands.add_parser(
         "bench",
         help="measure how fast this machine is, beside the same work by hand",
-        description="Measure this machine, row by row, each in a process of its own; all of it takes half an hour. "
-        "Contenders take turns, and a figure is the median of the ratios of its rounds, so it holds beside other work "
-        f"too, if not well. A row that lacks something here says what. Rows are {rows}. Exit code 1 if a row fails.",
+        description="Measure this machine row by row, each in a process of its own. All rows take half an hour. What\n"
+        "is compared takes turns, and a figure is the median of the ratios of all rounds: best on a machine that does\n"
+        "nothing else. A row that lacks something here says what.",
+        epilog=f"rows:\n{rows}\n\nexit code: 0 done, even if a goal is missed; 1 a row fails; 2 bad use",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help="these rows alone")
     parser.add_argument("--quick", action="store_true", help="the smallest sizes, to see that it runs")
@@ -43,35 +47,53 @@ def run(args: argparse.Namespace) -> int:
 
     from speedtronic.bench.figures import Settings
     from speedtronic.bench.history import Record, now, versions
-    from speedtronic.metrics.appendfile import AppendFile
     from speedtronic.precision import resolve_device
     from speedtronic.tuning.cache import machine_of
 
     machine = machine_of(resolve_device(args.device))
     settings = Settings(quick=args.quick, rounds=args.rounds, device=args.device, text=args.text)
-    try:
-        with closing(AppendFile(args.history)) if args.history else nullcontext() as history:
-            outcomes: dict[str, Outcome] = {}
-            began = now()
-            for name in args.only or ROWS:
-                if not args.json:
-                    output.write(f"{name}: {ROWS[name].about}\n")
-                outcomes[name] = measure(name, settings)
-                if not args.json:
-                    output.write(described(outcomes[name]))
-            record = Record(date=began, quick=args.quick, versions=versions(), machine=machine, rows=outcomes)
-            line = record.model_dump_json(exclude_none=True)
-            if history is not None:
-                history.write_line(line.encode())
-    except OSError as error:
-        raise RunFolderError(f"cannot write the history {args.history}: {error.strerror or error}") from error
+    record = Record(date=now(), quick=args.quick, versions=versions(), machine=machine, rows={})
+    with _appended(record, args.history):
+        for name in args.only or ROWS:
+            if not args.json:
+                output.write(f"{name}: {ROWS[name].about}\n")
+            record.rows[name] = measure(name, settings)
+            if not args.json:
+                output.write(described(record.rows[name]))
     if args.json:
-        output.write(line + "\n")
+        output.write(record.line() + "\n")
     else:
         output.write(f"on {record.on()}; torch {record.versions['torch']}\n")
         if args.quick:
             output.write("quick: no figure means anything\n")
-    return 1 if any(outcome.failed for outcome in outcomes.values()) else 0
+    return 1 if any(outcome.failed for outcome in record.rows.values()) else 0
+
+
+@contextmanager
+def _appended(record: Record, path: Path | None) -> Iterator[None]:
+    """Append the record to a file at the end, also when Ctrl-C ends it early."""
+    from speedtronic.metrics.appendfile import AppendFile
+
+    if path is None:
+        yield
+        return
+    with _writing(f"the history {path}"):
+        file = AppendFile(path)
+    with closing(file):
+        try:
+            yield
+        finally:
+            if record.rows:
+                with _writing(f"the history {path}"):
+                    file.write_line(record.line().encode())
+
+
+@contextmanager
+def _writing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"cannot write {what}: {error.strerror or error}") from error
 
 
 def _draw(history: Path | None, plot: Path) -> int:
@@ -79,10 +101,9 @@ def _draw(history: Path | None, plot: Path) -> int:
 
     if history is None:
         raise ConfigError("--plot: what should be drawn? Name a file that --history has written")
-    try:
-        draw(read(history), plot)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {plot}: {error.strerror or error}") from error
+    records = read(history)
+    with _writing(str(plot)):
+        draw(records, plot)
     return 0
 
 

@@ -401,7 +401,7 @@ class DataConfig(Section):
             elif tokenizer == "chars":
                 yield "tokenizer", "chars are those of data.text_path; beside data.dataset, name a tokenizer file"
         has_documents = values.get("dataset") is None and any(
-            values.get(key) is not None for key in ("shards", "mixture", "chat")
+            values.get(key, "wrong already") is not None for key in ("shards", "mixture", "chat")
         )
         if values.get("document_mask") and not has_documents:
             yield "document_mask", "needs data.shards: no other source of data knows where documents start"

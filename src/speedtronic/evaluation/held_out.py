@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
-from speedtronic.errors import DataError, ModelError
+from speedtronic.errors import ConfigError, DataError, ModelError
 from speedtronic.evaluation.metrics import Metric, computed, predictions_and_targets
 from speedtronic.evaluation.tokens import TokenMeasures
 from speedtronic.model import evaluation_mode
@@ -44,6 +44,9 @@ class HeldOutLoss:
             in one process, each has all.
         warn: called once with what looks wrong with the model's output, and with the batches.
 
+    Raises:
+        ConfigError: `passes` cannot be called.
+
     Attributes:
         loss_fn: the argument; may be set until the first evaluation.
     """
@@ -52,7 +55,7 @@ class HeldOutLoss:
         self,
         passes: Callable[[], Iterable[Any]],
         *,
-        device: torch.device,
+        device: str | torch.device,
         precision: PrecisionPlan,
         batches: int | None = None,
         loss_fn: LossFunction | None = None,
@@ -62,9 +65,14 @@ class HeldOutLoss:
         group: Group | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
+        if not callable(passes):
+            raise ConfigError(
+                f"passes: must be a function that returns the batches of one pass, such as lambda: batches, not a "
+                f"{type(passes).__name__}"
+            )
         self.loss_fn = loss_fn
         self._passes = passes
-        self._device = device
+        self._device = torch.device(device)
         self._precision = precision
         self._group = group or SingleProcess()
         self._divided = self._group.size > 1 and not metrics
@@ -141,6 +149,10 @@ class HeldOutLoss:
             own = torch.tensor([summed, total, batches, read, not of_tokens], dtype=torch.float64)
             summed, *whole = self._group.reduce(own).tolist()
             total, batches, read, of_tokens = int(whole[0]), int(whole[1]), int(whole[2]), not whole[3]
+        if batches == 0:
+            raise DataError(
+                "the held-out data gave no batch: it is empty, or it is an iterator that an earlier evaluation has read"
+            )
         if total == 0:
             raise DataError(f"the held-out data has no target to evaluate on ({batches} batches)")
         numbers = {"loss": summed / total}

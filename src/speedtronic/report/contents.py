@@ -444,7 +444,7 @@ def _data(run: Run) -> list[list[str]]:
     if isinstance(section, Mapping):
         names = ("dataset", "shards", "text_path", "mixture", "chat")
         source = next((name for name in names if section.get(name) is not None), "synthetic")
-        facts.append(["source", source if source == "synthetic" else f"{source}: {_text(section[source])}"])
+        facts.append(["source", source if source == "synthetic" else f"{source}: {_in_words(section[source])}"])
         for name, words in _DATA_KEYS.items():
             if section.get(name) is not None:
                 facts.append([words, _in_words(section[name])])

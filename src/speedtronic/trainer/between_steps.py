@@ -172,9 +172,9 @@ class BetweenSteps:
         try:
             with self._reporter.evaluating(), evaluation_mode(model):
                 numbers = self._evaluator(model, lambda: self._signals.noted is not None)
-                numbers = self._group.broadcast(None if numbers is None else _with_loss(numbers))
         finally:
             restore_rng_state(rng)
+        numbers = self._group.broadcast(None if numbers is None else _with_loss(numbers))
         if numbers is not None:
             self.evaluated_at, self.eval_loss = self._run.step, numbers["loss"]
             emit_evaluation(self._run.logger, self._run.step, numbers)

@@ -135,6 +135,13 @@ class TrainerState:
 
     def load(self, run: Run, state: Mapping[str, Any]) -> None:
         """What `Trainer.resume` does."""
+        needed = ("model", "optimizer", "step", "samples", "tokens")
+        if not isinstance(state, Mapping) or any(key not in state for key in needed):
+            raise CheckpointError(
+                f"cannot resume from a {type(state).__name__} that is no trainer's state. A checkpoint manager's "
+                "load_latest() returns one, or None where there is no checkpoint yet; weights alone are for "
+                "model.load_state_dict, or run.init_from"
+            )
         run.model.to(run.device)
         model = unwrapped(run.model)
         load_model(model, state["model"])
@@ -213,7 +220,11 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
         if isinstance(own[name], Tensor) and not is_lazy(own[name]) and own[name].shape != state[name].shape
     ]
     if problems:
-        raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(sorted(problems)))
+        raise CheckpointError(
+            "\n  ".join(["the checkpoint is of another model:", *sorted(problems)])
+            + "\nGive the model the sizes that it was trained with (config.yaml in the run's folder has them), or start"
+            " another run with run.init_from and run.init_strict: false, which takes what fits"
+        )
     try:
         model.load_state_dict(dict(state))
     except RuntimeError as error:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ from speedtronic.trainer.state import TrainerState, move_schedule
 from speedtronic.trainer.step import Updater
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
-from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_unsupported
+from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_wrong_parts, weights_elsewhere
 from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
@@ -108,7 +109,10 @@ class Trainer:
         callbacks: Iterable[object] = (),
         merged_micro_batches: int = 1,
     ) -> None:
-        refuse_unsupported(optimizer, scheduler, evaluator)
+        parts = dict[str, Any](model=model, optimizer=optimizer, scheduler=scheduler, evaluator=evaluator)
+        parts |= dict(loss_fn=loss_fn, logger=logger, precision=precision, callbacks=callbacks)
+        parts |= dict(checkpoint_manager=checkpoint_manager)
+        refuse_wrong_parts(parts)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         self.model = model
@@ -131,10 +135,8 @@ class Trainer:
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, self.config.eval, self._group, warn=self.logger.warning)
-        parts = dict[str, Any](model=model, dataloader=dataloader, optimizer=optimizer, scheduler=scheduler)
-        parts |= dict(checkpoint_manager=checkpoint_manager, coordinator=coordinator, loss_fn=loss_fn, logger=logger)
-        parts |= {"evaluator": evaluator, "callbacks": callbacks or None, "metadata": metadata}
-        for problem in unused_keys(self.config, parts):
+        parts |= dict(dataloader=dataloader, coordinator=coordinator, callbacks=callbacks or None, metadata=metadata)
+        for problem in (*unused_keys(self.config, parts), *weights_elsewhere(model, optimizer)):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         lend_loss(evaluator, loss_fn)
@@ -205,8 +207,8 @@ class Trainer:
     def _begin(self, max_steps: int | None, stack: ExitStack) -> Fit:
         """Lock the folders, put the model on the device, and build what this call of `fit` needs."""
         requested = self.max_steps if max_steps is None else max_steps
-        if requested <= 0:
-            raise ConfigError(f"max_steps must be positive, not {requested}")
+        if not isinstance(cast(object, requested), Integral) or requested <= 0:
+            raise ConfigError(f"max_steps must be positive and whole, not {requested!r}")
         refuse_exhausted(self.scheduler, requested - self.step)
         refuse_autocast(self.device)
         leads = self._group.rank == 0
@@ -311,10 +313,10 @@ class Trainer:
         """Run one global step; false when the gradient scaler skipped its update."""
         self._group.note(f"step {self.step + 1}, its data")
         batches = fit.updater.take(self._state.batches)
-        self._parts.stay_in_training()
         self._group.note(f"step {self.step + 1}")
         sizes = [self._batch_size_and_tokens(batch) for batch in batches if batch is not None]
         work = fit.exchange(self._group, self.step + 1, batches, sizes)
+        self._parts.stay_in_training()
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1, lambda: work().weight)
         fit.act_on(work())
         if fit.updater.guard.refused and self.config.run.on_nonfinite == "stop":
@@ -403,10 +405,7 @@ class Trainer:
         raise nonfinite_error(step, loss=loss, norm=norm, no_target=no_target)
 
     def _act_between_steps(self, fit: Fit) -> None:
-        """Let the callbacks act, evaluate, and save: a checkpoint holds what the others did and measured.
-
-        It is written even if one of them fails.
-        """
+        """Let the callbacks act, evaluate, and save what the others did and measured, even if one of them fails."""
         try:
             fit.between.tell_of_step()
             last = not fit.wants_more(self.step)

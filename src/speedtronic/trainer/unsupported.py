@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from speedtronic.errors import ConfigError
+from speedtronic.precision import PrecisionPlan
 
 _ONE_FOR_ALL = (
     "one optimizer trains all parameters: give them as groups of one optimizer, each with its own options, or combine "
@@ -17,16 +19,44 @@ _ONE_FOR_ALL = (
 )
 
 
-def refuse_unsupported(optimizer: Any, scheduler: Any, evaluator: Any = None) -> None:
-    """Raise ConfigError, with what to do instead, unless `step()` is all that both need once per global step.
+def refuse_wrong_parts(parts: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a part of another kind than it should be, with what is needed.
 
-    Neither can an evaluator be called that does not take two arguments.
+    Args:
+        parts: `model`, `optimizer`, `scheduler`, `loss_fn`, `evaluator`, `logger`, `precision`, `checkpoint_manager`
+            and `callbacks` of a trainer; None where there is none.
     """
-    if evaluator is not None and not _takes(evaluator, 2):
-        raise ConfigError(
-            f"evaluator: {_named(evaluator)} cannot be called with a model and a function that says whether to stop; "
-            "let it take both, as (model, should_stop)"
-        )
+    callbacks = parts["callbacks"]
+    checks = (
+        ("model", isinstance(parts["model"], nn.Module), "a torch.nn.Module"),
+        ("loss_fn", _takes(parts["loss_fn"], 2), "a function of the model's output and the batch"),
+        (
+            "evaluator",
+            _takes(parts["evaluator"], 2),
+            "called with a model and a function that says whether to stop; speedtronic.evaluation.HeldOutLoss(lambda: "
+            "batches, …) makes one of batches",
+        ),
+        ("logger", _has(parts["logger"], "emit", "info", "warning"), "a speedtronic.MetricLogger, or act as one"),
+        ("precision", isinstance(parts["precision"], PrecisionPlan), "a plan of speedtronic.resolve_precision(…)"),
+        (
+            "checkpoint_manager",
+            _has(parts["checkpoint_manager"], "enabled", "save", "should_save"),
+            "a speedtronic.CheckpointManager(folder)",
+        ),
+        ("callbacks", isinstance(callbacks, Iterable) and not isinstance(callbacks, Mapping), "a list of callbacks"),
+    )
+    for name, fits, needed in checks:
+        if not fits and (parts[name] is not None or name == "model"):
+            raise ConfigError(f"{name}: must be {needed}, not {_named(parts[name])}")
+    refuse_unsupported(parts["optimizer"], parts["scheduler"])
+
+
+def _has(part: Any, *names: str) -> bool:
+    return not isinstance(part, type) and all(hasattr(part, name) for name in names)
+
+
+def refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
+    """Raise ConfigError, with what to do instead, unless `step()` is all that both need once per global step."""
     if isinstance(optimizer, list | tuple | dict | set):
         raise ConfigError(f"optimizer: a {type(optimizer).__name__} of {len(optimizer)} cannot be used; {_ONE_FOR_ALL}")
     if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
@@ -67,6 +97,23 @@ def _shares_groups(one: Any, other: Any) -> bool:
     """Whether two optimizers are the same, or one has groups of the other, as a wrapper has."""
     groups = {id(group) for group in other.param_groups}
     return one is other or any(id(group) in groups for group in getattr(one, "param_groups", ()))
+
+
+def weights_elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Say it where an optimizer trains what is not in the model, as a loss function with weights of its own."""
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    elsewhere = sum(id(parameter) not in own for parameter in trained)
+    if elsewhere == len(trained) and own:
+        yield (
+            "the optimizer has no weight of this model, so nothing of it is trained; make the optimizer from the "
+            "model's parameters()"
+        )
+    elif elsewhere:
+        yield (
+            f"the optimizer trains {elsewhere} tensors that are not in the model: no checkpoint, average or export "
+            "holds them, and a resumed run starts them anew; make them part of the model, as a submodule or a Parameter"
+        )
 
 
 def refuse_autocast(device: torch.device) -> None:

@@ -174,6 +174,24 @@ def test_arrays_and_their_numbers_keep_their_type(dtype: Any) -> None:
     assert collate_batch([dtype(0), dtype(1)]).dtype == expected
 
 
+def test_lists_of_numbers_in_a_field_are_rows_as_they_are_beside_ids() -> None:
+    """torch turns them around: a list of one tensor for each position."""
+    batch = collate_batch(
+        [{"x": [1.0, 2.0, 3.0], "grid": [[1, 2]], "y": 0}, {"x": [4, 5, 6], "grid": [[3, 4]], "y": 1}]
+    )
+
+    assert batch["x"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert batch["x"].dtype == torch.float32
+    assert batch["grid"].tolist() == [[[1, 2]], [[3, 4]]]
+    assert batch["y"].tolist() == [0, 1]
+    pair = collate_batch([([1.0, 2.0], 0), ([3.0, 4.0], 1)])
+    assert [field.tolist() for field in pair] == [[[1, 2], [3, 4]], [0, 1]]
+    beside_ids = collate_batch([{"input_ids": [5], "kinds": [0, 1]}, {"input_ids": [6, 7], "kinds": [1, 1]}])
+    assert beside_ids["kinds"].tolist() == [[0, 1], [1, 1]]
+    with pytest.raises(DataError, match="must have equal shapes"):
+        collate_batch([{"x": [1.0]}, {"x": [1.0, 2.0]}])
+
+
 def test_mappings_without_ids_are_stacked_field_by_field() -> None:
     assert collate_batch([{"x": 1.0, "y": 0}, {"x": 2.0, "y": 1}])["y"].tolist() == [0, 1]
 

@@ -14,7 +14,7 @@ import pytest
 
 from speedtronic.data.prepare.encode import Position, Unit
 from speedtronic.data.prepare.process_pool import ProcessLostError, available_cpus, map_in_order
-from speedtronic.data.prepare.sources import RowsChunk
+from speedtronic.data.prepare.tables import RowsChunk
 from speedtronic.durable.processes import process_is_alive
 from speedtronic.errors import DataError
 from tests.support import tasks

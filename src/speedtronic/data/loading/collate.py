@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ def collate_batch(items: Sequence[Any]) -> Any:
     """One batch from samples of any kind.
 
     Mappings with `input_ids` go through `collate_causal`. Everything else (tuples, named tuples, tensors, numpy
-    arrays, numbers, other mappings) is stacked field by field and must be equally wide.
+    arrays, numbers, other mappings) is stacked field by field and must be equally wide. A list of numbers in a field,
+    as Hugging Face's datasets have it, is a row.
 
     Raises:
         DataError: no samples, samples with different fields or of unequal shape, or of a type that cannot be batched.
@@ -35,9 +37,13 @@ def collate_batch(items: Sequence[Any]) -> Any:
     elif any(isinstance(item, Mapping) for item in items):
         kinds = ", ".join(sorted({type(item).__name__ for item in items}))
         raise DataError(f"the samples of a batch are of different types: {kinds}")
+    return _stacked([_with_rows(item) for item in items])
+
+
+def _stacked(items: list[Any]) -> Any:
     try:
-        return default_collate([_copied(item) for item in items])
-    except (RuntimeError, TypeError) as error:
+        return default_collate(items)
+    except (RuntimeError, TypeError, ValueError) as error:
         raise DataError(
             f"the samples cannot be stacked into one batch: {error}; samples must have equal shapes (only mappings "
             f"with `input_ids` are padded)"
@@ -89,7 +95,7 @@ def collate_causal(items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         batch["attention_mask"] = torch.arange(width) < lengths[:, None]
     # All other fields are stacked as they are.
     for name in fields - padded:
-        batch[name] = collate_batch([item[name] for item in items])
+        batch[name] = _stacked([_with_rows(item[name], is_field=True) for item in items])
     return batch
 
 
@@ -114,6 +120,22 @@ def _row(values: Any) -> Tensor:
     if row.ndim != 1:
         raise DataError(f"a token sample must be one row of ids, not of shape {tuple(row.shape)}")
     return row
+
+
+def _with_rows(value: Any, *, is_field: bool = False) -> Any:
+    """A sample, or a field of one, in which lists of numbers are tensors: torch would stack them turned around."""
+    if isinstance(value, Mapping):
+        return {key: _with_rows(field, is_field=True) for key, field in value.items()}
+    if is_field and isinstance(value, list) and _holds_numbers(value):
+        return torch.tensor(value)
+    if isinstance(value, (tuple, list)):
+        fields = [_with_rows(field, is_field=True) for field in value]
+        return type(value)(*fields) if hasattr(value, "_fields") else type(value)(fields)
+    return _copied(value)
+
+
+def _holds_numbers(values: list[Any]) -> bool:
+    return all(_holds_numbers(value) if isinstance(value, list) else isinstance(value, Number) for value in values)
 
 
 def _copied(value: Any) -> Any:

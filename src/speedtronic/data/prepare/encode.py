@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from speedtronic.data.prepare.inputs import Chunk, Input
 from speedtronic.data.prepare.records import Document, Sample, pieces_of
-from speedtronic.data.prepare.sources import Chunk, Input
 from speedtronic.data.tokenizers.base import IdArray, Tokenizer, encode_texts
 from speedtronic.data.tokenizers.chunking import CutRule, encode_long
 from speedtronic.data.tokenizers.huggingface import JsonTokenizer

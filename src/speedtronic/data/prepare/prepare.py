@@ -29,9 +29,10 @@ from speedtronic.data.prepare.encode import (
     encode_unit,
     plan_units,
 )
+from speedtronic.data.prepare.inputs import Input
 from speedtronic.data.prepare.process_pool import ProcessLostError, available_cpus, map_in_order
 from speedtronic.data.prepare.records import TEXT_RECORDS, Records
-from speedtronic.data.prepare.sources import DEFAULT_PATTERNS, Input, choose_inputs
+from speedtronic.data.prepare.sources import DEFAULT_PATTERNS, choose_inputs
 from speedtronic.data.prepare.staging import StagingFolder, is_resumable, output_folder
 from speedtronic.data.shard_writer import DEFAULT_SHARD_TOKENS, ShardFiles
 from speedtronic.data.shards import VERSION, ShardSet, is_prepared

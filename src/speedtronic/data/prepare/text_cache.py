@@ -12,8 +12,9 @@ from pathlib import Path
 from weakref import finalize
 
 from speedtronic.data.prepare.encode import UNIT_BYTES, encode_unit, plan_units
+from speedtronic.data.prepare.inputs import text_file
 from speedtronic.data.prepare.records import ChatRecords, pieces_of
-from speedtronic.data.prepare.sources import find_inputs, text_file
+from speedtronic.data.prepare.sources import find_inputs
 from speedtronic.data.shard_writer import ShardWriter
 from speedtronic.data.shards import READ_AT_ONCE, ShardSet
 from speedtronic.data.text import check_text_file, read_pieces
