@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from speedtronic.cli import main
 from speedtronic.config import load_config
 from speedtronic.data.prepare.prepare import prepare
+from tests.distributed.stores import servers
 from tests.support.configs import tiny
 from tests.support.pages import ROOT, Block, Command, blocks, commands
 
@@ -178,9 +180,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Reader:
     """Does the blocks of one page."""
 
-    def __init__(self, page: str, capture: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        page: str,
+        capture: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        reading: Reading | None = None,
+    ) -> None:
         self.page, self.capture, self.monkeypatch = page, capture, monkeypatch
-        self.reading = READINGS.get(page, Reading())
+        self.reading = reading or READINGS.get(page, Reading())
         self.together: list[tuple[Command, subprocess.Popen[str]]] = []
 
     def do(self, block: Block) -> None:
@@ -333,6 +341,36 @@ def test_every_block_of_a_page_does_what_the_page_says(
         reader.end_together()
     finally:
         reader.kill_together()
+
+
+@pytest.mark.stores
+@pytest.mark.parametrize("server", [servers.moto, servers.seaweed], ids=["moto", "seaweed"])
+def test_three_machines_train_over_s3_by_their_recipe(
+    server: Callable[[], AbstractContextManager[str]],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = "docs/recipes.md"
+    keys = servers.CREDENTIALS
+    with server() as endpoint:
+        servers.make_bucket(endpoint, "my-bucket")
+        reading = replace(
+            READINGS[page],
+            words={"AWS_ACCESS_KEY_ID=your-key": f"AWS_ACCESS_KEY_ID={keys['key']}"}
+            | {"AWS_SECRET_ACCESS_KEY=your-secret": f"AWS_SECRET_ACCESS_KEY={keys['secret']}"},
+            replaced={S3: f"{S3}\n  store_options: {{endpoint: '{endpoint}', region: {keys['region']}}}"},
+        )
+        corpus(folder)
+        text(folder)
+        reader = Reader(page, capsys, monkeypatch, reading)
+        recipe = [number for number, block in enumerate(blocks(page)) if block.file == "three_machines.yaml"]
+        try:
+            for block in blocks(page)[recipe[0] : recipe[0] + 2]:
+                reader.do(block)
+        finally:
+            reader.kill_together()
+    assert (folder / "three.safetensors").stat().st_size > 0
 
 
 def test_what_is_done_elsewhere_is_there() -> None:
