@@ -85,6 +85,16 @@ def wrong_key(folder: Path) -> None:
     (folder / "config.yaml").write_text(wrong, encoding="utf-8")
 
 
+def base_model(folder: Path) -> None:
+    """A small Llama with a tokenizer, in the place of one that is fetched."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=256)
+    transformers.LlamaForCausalLM(config).save_pretrained("models/base")
+    tokenizer = ["data", "train-tokenizer", "corpus/", "--vocab-size", "300", "--out", "models/base/tokenizer.json"]
+    assert main(tokenizer) == 0
+
+
 def tiny_run(folder: Path) -> None:
     (folder / "run.yaml").write_text(json.dumps(tiny("runs/ranks", data={"target_batch_size": 4})), encoding="utf-8")
 
@@ -147,12 +157,13 @@ READINGS: dict[str, Reading] = {
     ),
     "docs/mistakes.md": Reading(made=(text,), values=[]),
     "docs/recipes.md": Reading(
-        made=(text, corpus, words_of_gpt2),
+        made=(text, corpus, words_of_gpt2, base_model),
         values=["run.max_steps=2", *SMALL],
         words={"gpt2.tiktoken": "words.json"},
         of={
             "one_card.yaml": [*SMALL, "run.max_steps=2", "precision=fp32", "compile=false", "data.target_batch_size=8"]
             + ["data.validation_fraction=0.05", "model.max_seq_len=64"],
+            "lora.yaml": ["run.max_steps=2", "model.max_seq_len=32"],
             "three_machines.yaml": [*SMALL, "run.max_steps=8", *SHORT_ROUNDS],
         },
         replaced={S3: "dir://store"},

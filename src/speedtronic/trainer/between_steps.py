@@ -16,6 +16,7 @@ from speedtronic.trainer.callbacks import Callbacks, RunView
 from speedtronic.trainer.monitor import Monitor, emit_evaluation
 from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.saving import CheckpointSaver
+from speedtronic.trainer.schedule import advance_by_evaluation
 from speedtronic.trainer.signals import SignalWatch
 from speedtronic.trainer.state import Run
 
@@ -179,7 +180,8 @@ class BetweenSteps:
             self.evaluated_at, self.eval_loss = self._run.step, numbers["loss"]
             emit_evaluation(self._run.logger, self._run.step, numbers)
             self.view.evaluation = numbers
-            self._monitor.note(self._run.step, numbers)
+            if self._monitor.note(self._run.step, numbers):
+                advance_by_evaluation(self._run.scheduler, self._monitor.value(numbers))
             self._stop_early("")
             self._callbacks.call("on_eval_end", self.view)
             self._agree()
