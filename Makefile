@@ -16,7 +16,7 @@ PYTEST := $(BIN)/pytest -n logical --dist loadfile
 # Compiled modules are kept: without them each process that a test starts would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores extras check lint docs bench bench-peers torture diloco-torture diloco-campaign clean
+.PHONY: demo diloco-demo test test-fast test-slow test-all test-stores extras check lint docs docs-site package bench bench-peers torture diloco-torture diloco-campaign clean
 
 demo: $(READY)  ## train the quickstart model on Python's own library, let it write, and draw its report
 	$(BIN)/speedtronic data prepare --source python-stdlib --out data/python-stdlib
@@ -61,6 +61,13 @@ docs: $(READY)  ## write the generated pages anew
 	$(BIN)/speedtronic schema --format markdown > docs/configuration.md
 	$(BIN)/python docs/reference.py
 
+docs-site: $(READY)  ## build the site of the documentation, warnings as errors, and check its links
+	$(BIN)/zensical build --clean --strict
+	$(BIN)/python docs/site_links.py build/site
+
+package: $(READY)  ## make a wheel and a source distribution, and use the wheel in an empty environment
+	PYTHON=$(PYTHON) .ci/package $(BIN)
+
 # The time to a loss needs a text: `make bench TEXT=tinyshakespeare.txt`.
 bench: $(READY)  ## the benchmarks, half an hour: beside loops by hand, into a history, and that as a drawing
 	$(BIN)/speedtronic bench --history $(HISTORY) $(if $(TEXT),--text $(TEXT))
@@ -89,7 +96,7 @@ clean:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $(READY)
 
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt

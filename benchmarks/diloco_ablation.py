@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from virtual_nodes import Budget, Clock, Link, Throttle, VirtualMaster, VirtualNode, rebase
 
-from speedtronic.distributed import rounds as rounds_module
+from speedtronic.distributed import averaging
 from speedtronic.distributed.master import MasterSettings
 from speedtronic.distributed.node import Install, Node
 from speedtronic.distributed.schema import rebase_
@@ -243,7 +243,7 @@ def changed(arm: Arm) -> Iterator[None]:
         if arm.install != "rebase":  # a version is taken without the node's own deltas that are still on their way
             changes.enter_context(mock.patch.object(Node, "_without", lambda self, weights, deltas: dict(weights)))
         if not arm.fractions:
-            changes.enter_context(mock.patch.object(rounds_module.Round, "fraction", return_value=1.0))
+            changes.enter_context(mock.patch.object(averaging.Round, "fraction", return_value=1.0))
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.cli import main
@@ -23,18 +25,14 @@ from speedtronic.precision import PrecisionPlan
 from speedtronic.registry import build_model
 from speedtronic.runtime import build_runtime
 from speedtronic.shapes import validate_startup_shapes
+from tests.support.pages import block_of, blocks
 from tests.support.ranks import GPT2_RANKS, needs_gpt2_ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name != "cluster")
 DILOCO = ROOT / "examples/diloco/diloco.yaml"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def readme_block(language: str, name: str) -> str:
-    """The one block of a language that begins with the comment `# name`."""
-    (block,) = (block for block in readme_blocks(language) if block.startswith(f"# {name}\n"))
-    return block
+MODEL_PAGE = "docs/your_model.md"
 
 
 def readme_blocks(language: str) -> list[str]:
@@ -55,6 +53,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_a_sound_configuration(path: Path) -> None:
     load_config(path)
+
+
+@pytest.mark.parametrize("command", re.findall(r"^\$ speedtronic (.*?)(?: +#.*)?$", README, re.MULTILINE))
+def test_of_every_command_but_train_one_process_of_torchruns_does_the_work(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train` is what all of them do (`tests/parallel`)."""
+    if command.startswith("train "):
+        pytest.skip("all processes train")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_the_slurm_script_is_sound_by_shellcheck() -> None:
+    done = subprocess.run(["shellcheck", str(ROOT / "examples/cluster/slurm.sh")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/cluster").glob("*.yaml")), ids=lambda path: path.stem)
+def test_skypilot_takes_its_tasks(path: Path) -> None:
+    """By its own schema, where SkyPilot is installed: it is too large to be installed for this."""
+    schemas = pytest.importorskip("sky.utils.schemas")
+    jsonschema = pytest.importorskip("jsonschema")
+    task = YAML(typ="safe").load(path)
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
 
 
 def test_the_smoke_example_takes_four_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,16 +331,15 @@ def test_the_shakespeare_example_trains_on_any_text(folder: Path) -> None:
     assert main(["train", config, "run.max_steps=2", "eval.batches=2"]) == 0
 
 
-def test_the_readmes_python_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = (block for block in readme_blocks("python") if "Trainer" in block)
-    exec(compile(block, "README.md", "exec"), {})
+def test_the_trainer_of_the_models_page_learns_a_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (block.text for block in blocks(MODEL_PAGE) if block.file is None and "Trainer" in block.text)
+    exec(compile(block, MODEL_PAGE, "exec"), {})
     assert float(capsys.readouterr().out.splitlines()[-1].split()[0]) < 0.1
 
 
-def write_readme_files(folder: Path, *names: str) -> None:
-    languages = {".py": "python", ".yaml": "yaml"}
+def write_files(folder: Path, page: str, *names: str) -> None:
     for name in names:
-        (folder / name).write_text(readme_block(languages[Path(name).suffix], name), encoding="utf-8")
+        (folder / name).write_text(block_of(page, name), encoding="utf-8")
 
 
 def last_loss(shown: str) -> float:
@@ -320,16 +347,16 @@ def last_loss(shown: str) -> float:
     return float(losses[-1])
 
 
-def test_the_readmes_model_learns_by_its_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_readme_files(folder, "my_model.py", "my_run.yaml")
+def test_the_model_of_its_page_learns_by_its_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(folder, MODEL_PAGE, "my_model.py", "my_run.yaml")
     assert main(["train", "my_run.yaml"]) == 0
     # Chance is ln 64 = 4.16. Of the next token, a bigram can know that it is one of four, but for noise.
     assert last_loss(capsys.readouterr().out) < 2.8
     assert (folder / "runs/bigram/checkpoints/step_000000000050").is_dir()
 
 
-def test_the_readmes_callback_unfreezes_after_its_step(folder: Path) -> None:
-    write_readme_files(folder, "my_callbacks.py", "my_unfreezing.yaml")
+def test_the_callback_of_the_models_page_unfreezes_after_its_step(folder: Path) -> None:
+    write_files(folder, MODEL_PAGE, "my_callbacks.py", "my_unfreezing.yaml")
     weights = {}
     for steps in (1, 20, 22):
         trainer, _ = build_runtime("my_unfreezing.yaml", max_steps=steps)
@@ -340,7 +367,7 @@ def test_the_readmes_callback_unfreezes_after_its_step(folder: Path) -> None:
 
 
 def test_the_readmes_dataset_is_learnt_by_its_yaml(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_readme_files(folder, "my_data.py", "my_counting.yaml")
+    write_files(folder, "README.md", "my_data.py", "my_counting.yaml")
     assert main(["train", "my_counting.yaml"]) == 0
     assert last_loss(capsys.readouterr().out) < 0.6  # counting has no surprises; chance is ln 64 = 4.16
     assert (folder / "runs/counting/checkpoints/step_000000000050").is_dir()
@@ -356,7 +383,7 @@ def test_the_readmes_corpus_is_prepared_and_trained_on_by_its_commands(folder: P
     assert len(prepared) == 3
     for command in prepared:
         assert main(shlex.split(command)) == 0
-    write_readme_files(folder, "my_corpus.yaml")
+    write_files(folder, "README.md", "my_corpus.yaml")
     assert main(["train", "my_corpus.yaml"]) == 0
 
 

@@ -159,6 +159,7 @@ def products_as_they_were() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("products_as_they_were")
+@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32:UserWarning")  # torch 2.9
 def test_tf32_is_set_for_products_and_convolutions_on_cuda_and_left_alone_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -54,7 +54,12 @@ def resolve_device(requested: str | torch.device | None = "auto") -> torch.devic
         raise DeviceError(f"unknown device {requested!r}; use auto, cpu, cuda, cuda:<index> or mps") from error
     if not _is_available(device):
         choices = ", ".join(available_devices())
-        raise DeviceError(f"device {str(device)!r} is not available on this machine; available: {choices}")
+        without_cuda = device.type == "cuda" and torch.version.cuda is None and torch.version.hip is None
+        reason = "; this PyTorch was built without CUDA: install a build that has it, or" if without_cuda else ";"
+        raise DeviceError(
+            f"device {str(device)!r} is not available on this machine{reason} set run.device to auto or to one of: "
+            f"{choices}"
+        )
     return device
 
 

@@ -138,7 +138,13 @@ def import_factory(name: str, *, key: str) -> Callable[..., Any]:
     try:
         factory = attrgetter(attribute)(found)
     except AttributeError as error:
-        raise ConfigError(f"{key}: the module {module!r} has no {attribute!r}") from error
+        own = [
+            public
+            for public, value in vars(found).items()
+            if not public.startswith("_") and callable(value) and getattr(value, "__module__", None) == found.__name__
+        ]
+        remedy = f"name one of its own: {', '.join(own)}" if own else "define it there"
+        raise ConfigError(f"{key}: the module {module!r} has no {attribute!r}; {remedy}") from error
     if not callable(factory):
         raise ConfigError(f"{key}: {name} must be a function, not {type(factory).__name__}")
     return cast(Callable[..., Any], factory)

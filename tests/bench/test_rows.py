@@ -11,7 +11,7 @@ import pytest
 
 import speedtronic.bench
 from speedtronic.bench import rows, scripts
-from speedtronic.bench.figures import Outcome, Settings
+from speedtronic.bench.figures import Figure, Outcome, Settings
 from speedtronic.bench.rows import ROWS, measure, measure_here
 
 FOLDER = Path(speedtronic.bench.__file__).parent
@@ -54,6 +54,30 @@ def test_a_row_whose_process_is_killed_says_so(monkeypatch: pytest.MonkeyPatch) 
     killed = subprocess.CompletedProcess([], -9, None, "")
     monkeypatch.setattr(rows.subprocess, "run", lambda *_, **__: killed)
     assert measure("overhead", Settings()) == Outcome(failed="its process ended with -9")
+
+
+def test_the_time_to_a_loss_is_measured_with_n_gram_tables_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(scripts, "_records", lambda *words: asked.append(words) or [{"ratios": [0.1, 0.3, 0.2]}])
+    figures = measure_here("time-to-loss", Settings(text=Path("text.txt"), rounds=3)).figures
+    assert [(figure.value, figure.at_most) for figure in figures] == [(0.2, 1 / 8), (0.2, 1 / 4)]
+    assert all(words[:5] == ("time_to_loss.py", "--text", "text.txt", "--seeds", "3") for words in asked)
+    assert [words[5:] for words in asked] == [(), ("model.ngram_order=1", "run.max_steps=300")]
+
+
+def test_a_training_that_never_reaches_the_loss_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "_records", lambda *_: [{"ratios": [0.1, math.inf]}])
+    with pytest.raises(RuntimeError, match="n-gram tables ended above"):
+        measure_here("time-to-loss", Settings(text=Path("text.txt")))
+
+
+def test_other_trainers_are_measured_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "find_spec", lambda name: None if name == "lightning" else object())
+    assert "needs lightning: `make bench-peers`" in (measure_here("peers", Settings()).left_out or "")
+    monkeypatch.setattr(scripts, "find_spec", lambda name: object())
+    figure = Figure(name="fit ÷ Lightning, tiny", rounds=(1.5,), at_least=2.8)
+    monkeypatch.setattr(scripts, "_records", lambda *_: [figure.model_dump()])
+    assert measure_here("peers", Settings()).figures == (figure,)
 
 
 @pytest.mark.slow

@@ -76,6 +76,7 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = 2**16  # an answer is sent at once: in two pieces it would wait for an acknowledgement of the first
     server: _Server
 
     def respond(self) -> None:

@@ -175,7 +175,13 @@ class GoogleStorage(ObjectServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = 2**16  # an answer is sent at once: in two pieces it would wait for an acknowledgement of the first
     server: _Server
+
+    def handle_expect_100(self) -> bool:
+        wanted = super().handle_expect_100()
+        self.wfile.flush()
+        return wanted
 
     def respond(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -220,7 +220,11 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
         if isinstance(own[name], Tensor) and not is_lazy(own[name]) and own[name].shape != state[name].shape
     ]
     if problems:
-        raise CheckpointError("the checkpoint is of another model:\n  " + "\n  ".join(sorted(problems)))
+        raise CheckpointError(
+            "\n  ".join(["the checkpoint is of another model:", *sorted(problems)])
+            + "\nGive the model the sizes that it was trained with (config.yaml in the run's folder has them), or start"
+            " another run with run.init_from and run.init_strict: false, which takes what fits"
+        )
     try:
         model.load_state_dict(dict(state))
     except RuntimeError as error:
