@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks and times everything that needs a CUDA device, within 220 seconds, and writes a table.
+# Checks and times everything that needs a CUDA device, within 235 seconds, and writes a table.
 #     bash benchmarks/gpu_check.sh [--dry] [OUTPUT.md]
 # --dry runs all of it on the CPU, in a tiny form, to see that it reaches its end.
 # PYTHON names an interpreter with torch, the repository's .venv by default. WHEELS names a folder with wheels of what
@@ -33,7 +33,9 @@ tests=(
 )
 optimizer=(muon cautious --rounds 5)
 checkpoint=(checkpoint --rounds 3)
+steps=20
 if [ ${#dry[@]} -ne 0 ]; then
+  steps=1
   optimizer=(muon --quick)
   checkpoint=(checkpoint --quick)
 fi
@@ -61,5 +63,6 @@ part attention 10 "$python" benchmarks/gpu_check.py attention "${dry[@]}"
 part launches 15 "$python" benchmarks/gpu_check.py launches --steps 5 "${dry[@]}"
 part optimizers 30 "$python" -m speedtronic bench --device "$device" --only "${optimizer[@]}"
 part checkpoints 15 "$python" -m speedtronic bench --device "$device" --only "${checkpoint[@]}"
+part ranks 15 "$python" benchmarks/ranks.py --device "$device" --rounds 3 --steps "$steps"
 echo "$summary" | tee -a "$output"
 exit "$failed"

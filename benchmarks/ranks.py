@@ -146,6 +146,9 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(args)
         return
+    if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
+        print(f"{args.ranks} ranks need as many cards, and here are {torch.cuda.device_count()}: nothing was measured")
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -60,7 +60,7 @@ def test_the_check_of_a_card_reaches_its_end_on_the_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
     table = output.read_text(encoding="utf-8")
     assert done.returncode == 0, table + done.stderr
-    for name in ("tests", "speed", "attention", "launches", "optimizers", "checkpoints"):
+    for name in ("tests", "speed", "attention", "launches", "optimizers", "checkpoints", "ranks"):
         assert f"| {name} | passed |" in table
     assert "| fit, compiled |" in table
     assert "flash_attention_for_cpu" in table
@@ -82,6 +82,13 @@ def test_the_check_of_a_card_says_which_part_failed_and_ends_with_1(tmp_path: Pa
     assert "| tests | passed |" in table
     assert "| speed | failed (3) |" in table
     assert "| attention | stopped after 1 s |" in table
+
+
+@pytest.mark.slow
+def test_two_ranks_are_compared_with_a_loop_by_hand() -> None:
+    (record,) = records("ranks.py", "--rounds", "1", "--steps", "1")
+    assert record["ranks"] == 2
+    assert 0.1 < record["ratio"] < 10  # a busy machine says no more
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.cli import main
@@ -51,6 +53,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_a_sound_configuration(path: Path) -> None:
     load_config(path)
+
+
+@pytest.mark.parametrize("command", re.findall(r"^\$ speedtronic (.*?)(?: +#.*)?$", README, re.MULTILINE))
+def test_of_every_command_but_train_one_process_of_torchruns_does_the_work(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train` is what all of them do (`tests/parallel`)."""
+    if command.startswith("train "):
+        pytest.skip("all processes train")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_the_slurm_script_is_sound_by_shellcheck() -> None:
+    done = subprocess.run(["shellcheck", str(ROOT / "examples/cluster/slurm.sh")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/cluster").glob("*.yaml")), ids=lambda path: path.stem)
+def test_skypilot_takes_its_tasks(path: Path) -> None:
+    """By its own schema, where SkyPilot is installed: it is too large to be installed for this."""
+    schemas = pytest.importorskip("sky.utils.schemas")
+    jsonschema = pytest.importorskip("jsonschema")
+    task = YAML(typ="safe").load(path)
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
 
 
 def test_the_smoke_example_takes_four_steps(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

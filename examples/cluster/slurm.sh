@@ -3,8 +3,9 @@
 #
 #   sbatch examples/cluster/slurm.sh my_run.yaml
 #
-# Slurm sends SIGTERM two minutes before the end of the time or a preemption. All ranks finish their step, and rank 0
-# writes a checkpoint. Slurm puts the job back into its queue, and the next start goes on (checkpoint.resume: auto).
+# Two minutes before the end of the time, and before a preemption where the partition allows for it, Slurm sends SIGTERM
+# to this script. All ranks then finish their step, rank 0 writes a checkpoint, and the job goes back into the queue. Its
+# next start goes on (checkpoint.resume: auto). A run that fails by itself does not go back.
 #SBATCH --job-name=speedtronic
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -13,8 +14,8 @@
 #SBATCH --time=12:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=TERM@120
-set -euo pipefail
+#SBATCH --signal=B:TERM@120
+set -uo pipefail
 
 config=${1:?usage: sbatch slurm.sh CONFIG}
 # The first machine is where the processes meet.
@@ -22,18 +23,22 @@ address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 # One torchrun a machine, which starts a process for each of its GPUs.
 srun --kill-on-bad-exit=1 torchrun \
-    --nnodes="$SLURM_JOB_NUM_NODES" \
-    --nproc-per-node="$SLURM_GPUS_ON_NODE" \
-    --rdzv-id="$SLURM_JOB_ID" \
-    --rdzv-backend=c10d \
-    --rdzv-endpoint="$address:29500" \
-    --max-restarts=3 \
-    -m speedtronic train "$config" checkpoint.resume=auto ||
-    {
-        code=$?
-        # 128 + 15: ended by SIGTERM, with a checkpoint. torchrun itself says 1 where it was told to end.
-        if [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
-            scontrol requeue "$SLURM_JOB_ID"
-        fi
-        exit "$code"
-    }
+  --nnodes="$SLURM_JOB_NUM_NODES" \
+  --nproc-per-node="$SLURM_GPUS_ON_NODE" \
+  --rdzv-id="$SLURM_JOB_ID" \
+  --rdzv-backend=c10d \
+  --rdzv-endpoint="$address:29500" \
+  --max-restarts=3 \
+  -m speedtronic train "$config" checkpoint.resume=auto &
+step=$!
+
+# srun passes the signal on to torchrun, and that to its processes.
+asked=
+trap 'asked=1; kill -TERM "$step"' TERM
+wait "$step"
+code=$?
+if [ -n "$asked" ]; then
+  wait "$step"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

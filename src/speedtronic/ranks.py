@@ -31,6 +31,10 @@ class Group(Protocol):
     def size(self) -> int:
         """The number of processes, also called the world size."""
 
+    @property
+    def lost(self) -> bool:
+        """Whether a rank has gone, so that nothing can be shared any more."""
+
     def reduce(self, number: Number, how: Reduction = "sum") -> Number:
         """Combine the numbers of all ranks; every rank gets the result. A tensor stays on its device."""
 
@@ -58,6 +62,7 @@ class SingleProcess:
 
     rank = 0
     size = 1
+    lost = False
 
     def reduce(self, number: Number, how: Reduction = "sum") -> Number:
         return number

@@ -162,7 +162,7 @@ def _build(
     folder = run_folder(settings)
     logger = build_logger(settings) if group.rank == 0 else MetricLogger(level="ERROR")
     precision = resolve_precision(settings.precision, target_device, warn=logger.warning)
-    manager = build_checkpoint_manager(settings, logger)
+    manager = build_checkpoint_manager(settings if group.rank == 0 else _without_mirror(settings), logger)
     if resume and group.rank == 0 and manager.mirror is not None and not manager.entries():
         _fetch_checkpoint(settings, manager, logger)
     logger.run_id = (manager.latest_run_id() if resume else None) or manager.run_id
@@ -542,6 +542,11 @@ def build_checkpoint_manager(config: SpeedtronicConfig, logger: MetricLogger) ->
         mirror=_build_mirror(config, logger) if section.enabled and section.mirror is not None else None,
         warn=logger.warning,
     )
+
+
+def _without_mirror(config: SpeedtronicConfig) -> SpeedtronicConfig:
+    """For the ranks that write no checkpoint."""
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"mirror": None})})
 
 
 def _build_mirror(config: SpeedtronicConfig, logger: MetricLogger) -> CheckpointMirror:

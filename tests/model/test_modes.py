@@ -206,3 +206,26 @@ def test_a_model_that_is_left_in_evaluation_mode_is_trained_again_without_the_pa
     model["head"].eval()
     parts.stay_in_training()
     assert trained_parts(model) == {""}
+
+
+def test_frozen_parts_that_train_reached_are_set_apart_again_and_unfrozen_ones_are_not() -> None:
+    said, model = Said(), backbone_and_head()
+    parts = said.parts_of(model)
+    parts.train()
+    for _ in range(2):
+        model.eval()
+        model.train()
+        parts.stay_in_training()
+        assert trained_parts(model) == {"", "head"}
+    assert len(said.warned) == 1
+    assert "they stay in evaluation mode: backbone; train()" in said.warned[0]
+    # A callback that unfreezes it means it, also its layers without weights.
+    model["backbone"].append(nn.Dropout())
+    parts = said.parts_of(model.train())
+    model["backbone"].eval()
+    parts.train()
+    model.train().requires_grad_(True)
+    for _ in range(2):
+        parts.stay_in_training()
+        assert all(module.training for module in model.modules())
+    assert said.informed[-1] == "in training mode from here on: backbone"

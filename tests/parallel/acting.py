@@ -31,7 +31,7 @@ class Acting(Callback):
     """`ACT=SIGTERM:1:3` sends the signal to rank 1 after step 3, from itself; a launcher's second attempt is spared."""
 
     def on_step_end(self, run: RunView) -> None:
-        what, rank, step = os.environ.get("ACT", "::").split(":")
+        what, rank, step = (os.environ.get("ACT") or "::").split(":")
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             return
         if what and (rank, step) == (os.environ.get("RANK"), str(run.step)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
+import shlex
 import subprocess
 import sys
 import time
@@ -16,10 +17,13 @@ import pytest
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.config import SpeedtronicConfig
 from tests.support.configs import tiny
-from tests.support.launching import environment, run_ranks, start_ranks
+from tests.support.launching import ROOT, environment, free_port, run_ranks, start_ranks
 from tests.support.states import difference
 
 pytestmark = pytest.mark.slow
+
+COMMANDS = re.findall(r"^\$ (torchrun .*)$", (ROOT / "docs/devices.md").read_text(encoding="utf-8"), re.MULTILINE)
+assert len(COMMANDS) == 2, "each is run by a test below"
 
 
 def write_config(folder: Path, name: str, **sections: Any) -> Path:
@@ -170,20 +174,69 @@ def test_other_commands_run_in_one_process_or_say_why_not(command: list[str], tm
         assert results[0][0] == 0, results[0][2]
 
 
+def by_torchrun(command: str, folder: Path, act: str) -> subprocess.CompletedProcess[str]:
+    """A command line of `docs/devices.md`, on a port of its own."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    names = {**environment(), "ACT": act}
+    return subprocess.run(words, cwd=folder, env=names, capture_output=True, text=True, check=False, timeout=180)
+
+
+def test_the_first_command_of_the_page_trains(tmp_path: Path) -> None:
+    write_config(tmp_path, "run", checkpoint={"resume": False})
+    done = by_torchrun(COMMANDS[0], tmp_path, "")
+    assert done.returncode == 0, done.stderr
+    assert len(state_of(tmp_path / "run")["ranks"]) == 1
+
+
 def test_torchrun_starts_a_run_again_that_has_lost_a_rank(tmp_path: Path) -> None:
-    """`torchrun --max-restarts` and `checkpoint.resume: auto`; the callback kills rank 1 in the first attempt only."""
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent)) or shutil.which("torchrun")
-    command = [torchrun] if torchrun else [sys.executable, "-m", "torch.distributed.run"]
-    file = write_config(tmp_path, "run")
-    done = subprocess.run(
-        [*command, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", *train(file)[2:]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-        env={**environment(), "ACT": "SIGKILL:1:5"},
-    )
+    """`torchrun --max-restarts` and `checkpoint.resume=auto`; the callback kills rank 1 in the first attempt only."""
+    write_config(tmp_path, "run", checkpoint={"resume": False})
+    done = by_torchrun(COMMANDS[1], tmp_path, "SIGKILL:1:5")
     assert done.returncode == 0, done.stderr
     assert state_of(tmp_path / "run")["step"] == 8
     assert "resumed at step 4" in done.stdout
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job on one machine, with stand-ins for Slurm's commands."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    stand_ins = {
+        "srun": 'shift\nexec "$@"',
+        "scontrol": f'case "$1" in show) echo 127.0.0.1;; requeue) echo "$2" >> {tmp_path}/requeued;; esac',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, body in stand_ins.items():
+        (commands / name).write_text(f"#!/bin/sh\n{body}\n")
+        (commands / name).chmod(0o755)
+    names = {"SLURM_JOB_NODELIST": "one", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
+    return {**environment(), **names, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+
+
+def job(folder: Path, names: dict[str, str]) -> subprocess.Popen[bytes]:
+    """The script of the example, on a port of its own."""
+    script = (ROOT / "examples/cluster/slurm.sh").read_text().replace(":29500", f":{free_port()}")
+    (folder / "job.sh").write_text(script)
+    return subprocess.Popen(
+        ["bash", "job.sh", "run.yaml"], cwd=folder, env=names, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def test_a_slurm_job_goes_back_into_the_queue_when_it_is_preempted_and_goes_on(
+    tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    write_config(tmp_path, "run", run={"max_steps": 100_000, "seed": 5}, checkpoint={"keep_last": 2})
+    first = job(tmp_path, slurm)
+    while CheckpointManager(tmp_path / "run/checkpoints").latest_path() is None:
+        assert first.poll() is None
+        time.sleep(0.1)
+    first.terminate()
+    first.wait(timeout=120)
+    assert (tmp_path / "requeued").read_text() == "7\n"
+    step = state_of(tmp_path / "run")["step"]
+    write_config(tmp_path, "run", run={"max_steps": step + 2, "seed": 5})
+    second = job(tmp_path, slurm)
+    assert second.wait(timeout=120) == 0
+    assert state_of(tmp_path / "run")["step"] == step + 2
+    assert (tmp_path / "requeued").read_text() == "7\n"

@@ -40,16 +40,19 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def start_ranks(size: int, arguments: Sequence[str], *, cwd: Path, more: Mapping[str, str] | None = None) -> Ranks:
-    """Start `python ARGUMENTS` on each of `size` ranks, with the variables that torchrun sets and `more`."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def start_ranks(size: int, arguments: Sequence[str], *, cwd: Path, more: Mapping[str, str] | None = None) -> Ranks:
+    """Start `python ARGUMENTS` on each of `size` ranks, with the variables that torchrun sets and `more`."""
     common = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         **(more or {}),
     }
     return Ranks(

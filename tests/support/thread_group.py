@@ -45,6 +45,7 @@ class ThreadGroup:
         self._table = table
         self.rank = rank
         self.size = table.size
+        self.lost = False
         self.calls: list[str] = []
 
     def _swap(self, call: str, brought: Any) -> list[Any]:

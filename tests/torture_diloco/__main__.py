@@ -60,7 +60,14 @@ def main() -> int:
             part = folder / f"seed-{seed}"
             try:
                 result = _train_all(
-                    part, text, size, seed, new_place, every=arguments.every, only_killed=arguments.only_killed
+                    part,
+                    text,
+                    size,
+                    seed,
+                    new_place,
+                    every=arguments.every,
+                    only_killed=arguments.only_killed,
+                    ranks=arguments.ranks,
                 )
             except HarnessError as error:
                 found.append(f"seed {seed}: {error}")
@@ -91,6 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=usual.steps, help=f"of each node (default {usual.steps})")
     parser.add_argument("--inner-steps", type=int, default=usual.inner_steps, help="between two exchanges")
     parser.add_argument("--pace", type=float, default=usual.pace, help="least seconds of a node's step")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each node, of which any is killed")
     parser.add_argument("--only-killed", action="store_true", help="nothing to compare the loss with")
     parser.add_argument("--text", type=Path, help="a text file; without it tiny Shakespeare, or Python's own library")
     parser.add_argument("--folder", help="where the runs are; a temporary folder without it")
@@ -107,12 +115,13 @@ def _train_all(
     *,
     every: float,
     only_killed: bool,
+    ranks: int,
 ) -> dict[str, Any]:
     losses: dict[str, float] = {}
 
     def train_together(name: str, every: float | None) -> tuple[Outcome, Audit]:
         place = new_place(part / name)
-        run = Together(part / name, text, size, seed, place, every=every)
+        run = Together(part / name, text, size, seed, place, every=every, ranks=ranks)
         outcome = run.go()
         losses[name] = setting.held_out_loss(run.config, outcome.weights)
         return outcome, audited(place, size)

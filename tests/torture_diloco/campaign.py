@@ -21,7 +21,7 @@ from speedtronic.runtime import build_initial_model
 from tests.torture_diloco import setting
 from tests.torture_diloco.lives import HarnessError, Process, fates
 from tests.torture_diloco.places import Place
-from tests.torture_diloco.setting import MASTER, NODES, Size
+from tests.torture_diloco.setting import BATCH, MASTER, NODES, Size
 
 _TICK = 0.05  # seconds
 _TAKING_IN = 300.0  # seconds that the master gets for what was sent last
@@ -63,13 +63,17 @@ class Together:
         seed: of the model, the data and all that is random about the kills.
         place: where its store lies.
         every: mean number of steps that a life trains; None: nobody is killed.
+        ranks: of each node.
     """
 
-    def __init__(self, folder: Path, text: Path, size: Size, seed: int, place: Place, *, every: float | None) -> None:
+    def __init__(
+        self, folder: Path, text: Path, size: Size, seed: int, place: Place, *, every: float | None, ranks: int = 1
+    ) -> None:
         self._folder = folder
         self._size = size
         self._seed = seed
         self._every = every
+        self._ranks = ranks
         self.config = setting.write(setting.together(folder, text, size, seed, place), folder / "config.json")
         self._store = open_store(place.url, **place.options)
         self._environment = {
@@ -112,11 +116,15 @@ class Together:
     def _node(self, name: str) -> Process:
         own = [f"run.output_dir={self._folder / name}", f"distributed.node_id={name}"]
         role = ["distributed.role=master"] if name == MASTER else []
-        return self._process(name, ["train", str(self.config), *own, *role], ["--resume"], "train_step", self._every)
+        own.append(f"data.micro_batch_size={BATCH // self._ranks}")
+        words = ["train", str(self.config), *own, *role]
+        return self._process(name, words, ["--resume"], "train_step", self._every, self._ranks)
 
-    def _process(self, name: str, command: list[str], again: list[str], unit: str, mean: float | None) -> Process:
+    def _process(
+        self, name: str, command: list[str], again: list[str], unit: str, mean: float | None, ranks: int = 1
+    ) -> Process:
         its_fates = iter(()) if mean is None or self._every is None else fates(f"{self._seed}-{name}", mean)
-        return Process(name, command, again, self._folder / name, unit, self._environment, its_fates)
+        return Process(name, command, again, self._folder / name, unit, self._environment, its_fates, ranks)
 
     # ------------------------------------------------------------------ what happens
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tests.support.launching import free_port
+
 ROOT = Path(__file__).parents[2]
 _USUAL_START = 5.0  # seconds
+_GRACE = 30.0  # seconds that torchrun gives to the ranks that are left
 
 
 class HarnessError(Exception):
@@ -51,6 +54,7 @@ class Process:
         folder: where it logs, with a line in `metrics.jsonl` for each unit of its work.
         unit: the event of that line.
         environment: added to this process's.
+        ranks: how many processes it is, as torchrun would start them. One of them is killed, and the others are ended.
         fates: of its lives; the first one that finds none is not killed.
     """
 
@@ -61,12 +65,14 @@ class Process:
     unit: str
     environment: Mapping[str, str]
     fates: Iterator[Fate]
+    ranks: int = 1
     lives: int = 0
     kills: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._dice = random.Random(self.name)
         self._fate: Fate | None = None
         self._counted = self._counted_to = 0
         self._done_before = 0
@@ -98,9 +104,23 @@ class Process:
         with self.log.open("ab") as log:
             log.write(f"--- life {self.lives}: {self._fate}\n".encode())
             log.flush()
-            self._process = subprocess.Popen(
-                words, cwd=ROOT, env=os.environ | self.environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            port = free_port()
+            self._processes = [
+                subprocess.Popen(
+                    words,
+                    cwd=ROOT,
+                    env=os.environ | self.environment | self._place_of(rank, port),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                for rank in range(self.ranks)
+            ]
+
+    def _place_of(self, rank: int, port: int) -> dict[str, str]:
+        if self.ranks == 1:
+            return {}
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "MASTER_PORT": port}
+        return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
 
     def goes_on(self) -> bool:
         """Kill the process if it is time, and start it again; false when it has come to its end by itself.
@@ -108,11 +128,11 @@ class Process:
         Raises:
             HarnessError: it failed.
         """
-        assert self._process is not None, "it was started"
-        code = self._process.poll()
-        if code is not None:
-            if code != 0:
-                raise HarnessError(f"{self.name} ended with {code}: see {self.log}")
+        assert self._processes, "it was started"
+        codes = [process.poll() for process in self._processes]
+        if wrong := [code for code in codes if code]:
+            raise HarnessError(f"{self.name} ended with {wrong[0]}: see {self.log}")
+        if None not in codes:
             return False
         if self._is_due():
             self._kill()
@@ -121,15 +141,16 @@ class Process:
 
     def end(self) -> int:
         """Ask it to end, and return its exit code."""
-        assert self._process is not None, "it was started"
-        self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(60.0)
+        assert self._processes, "it was started"
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
+        return max(process.wait(60.0) for process in self._processes)
 
     def remove(self) -> None:
         """Whatever it does, it is gone afterwards."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
     def _is_due(self) -> bool:
         done, seconds = self.count() - self._done_before, time.monotonic() - self._began
@@ -142,7 +163,16 @@ class Process:
         return not done and seconds > self._fate.amount * self._usual_start
 
     def _kill(self) -> None:
-        assert self._process is not None, "it was started"
-        self._process.kill()
-        if self._process.wait() == -signal.SIGKILL:  # it may have come to its end a moment before
+        assert self._processes, "it was started"
+        killed, *others = self._dice.sample(self._processes, len(self._processes))
+        killed.kill()
+        if killed.wait() == -signal.SIGKILL:  # it may have come to its end a moment before
             self.kills["working" if self._works else "starting"] += 1
+        for process in others:
+            process.terminate()
+        for process in others:
+            try:
+                process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -565,6 +565,20 @@ def test_what_a_named_loss_cannot_compare_is_refused(name: str, output: Any, bat
         named(name)(output, batch)
 
 
+@pytest.mark.parametrize("batch", [{"x": 0, "labels": LABELS}, [0, LABELS]])
+def test_labels_that_a_loss_function_takes_out_of_the_batch_still_say_what_counts(batch: Any) -> None:
+    labels = LABELS.clone()
+    labels[0, :3] = -100
+    batch = {**batch, "labels": labels} if isinstance(batch, dict) else [0, labels]
+
+    def loss_fn(output: Any, batch: Any) -> Tensor:
+        taken = batch.pop("labels" if isinstance(batch, dict) else 1)
+        return F.cross_entropy(LOGITS.transpose(1, 2), taken, reduction="none")
+
+    assert resolve_loss(None, batch, loss_fn).value.item() == pytest.approx(cross_entropy(LOGITS, labels).item())
+    assert len(batch) == 2
+
+
 @pytest.mark.parametrize("criterion", [F.cross_entropy, nn.CrossEntropyLoss(), nn.MSELoss()])
 def test_a_loss_function_that_takes_the_targets_alone_is_told_what_it_is_called_with(criterion: Any) -> None:
     with pytest.raises((TypeError, AttributeError)) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.data import build_data
-from speedtronic.errors import ConfigError
+from speedtronic.errors import ConfigError, NonFiniteError
 from speedtronic.runtime import build_runtime
 from speedtronic.trainer import Callback, RunView, Trainer
+from speedtronic.trainer.forward import Forward
+from speedtronic.trainer.loss import MeanLoss
 from speedtronic.trainer.ranks import check_alike, check_division, micro_batches_of
 from tests.support.configs import tiny
 from tests.support.thread_group import ThreadGroup, on_ranks, train_on_ranks
@@ -202,3 +205,52 @@ def test_a_run_goes_on_at_the_same_sample_on_other_ranks(
     order = [tuple(row) for _ in range(10) for batch in loader for row in batch["input_ids"].tolist()]
     assert len(seen) == total
     assert Counter(seen) == Counter(order[:total])
+
+
+@pytest.mark.parametrize(
+    ("sections", "more"),
+    [
+        ({}, []),
+        ({"data": {"loss_normalization": "tokens"}}, []),
+        ({"optimizer": {"name": "muon"}}, ["stack"]),
+        ({"callbacks": ["tests.trainer.test_ranks:Callback"]}, ["reduce max"]),
+    ],
+    ids=["adamw", "by tokens", "muon", "callbacks"],
+)
+def test_an_update_takes_as_many_collectives_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], more: list[str]
+) -> None:
+    """One sum on the host, one of numbers, one of the gradients, which are smaller than a bucket here."""
+    calls = []
+    for steps in (2, 3):
+        data = {**config_of(tmp_path)["data"], **sections.get("data", {})}
+        changes = {**sections, "data": data, "run": {"max_steps": steps, "seed": 3}, "scheduler": {"max_steps": 3}}
+        many = train_on_ranks(monkeypatch, 2, config_of(tmp_path / str(steps), **changes))
+        calls.append(Counter(many[0]._group.calls))  # type: ignore[attr-defined]  # a group that counts
+    assert calls[1] - calls[0] == Counter({"reduce_later": 3, **Counter(more)})
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+def test_a_value_that_is_not_finite_on_one_rank_is_everybodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    plain = Forward.__call__
+    ours = threading.local()
+
+    def poisoned(forward: Forward, model: Any, batch: Any) -> MeanLoss:
+        loss = plain(forward, model, batch)
+        ours.calls = getattr(ours, "calls", 0) + 1
+        # One rank's second update, of three micro batches.
+        if threading.current_thread().name.endswith("_1") and ours.calls == 4:
+            return MeanLoss(loss.value * float("inf"))
+        return loss
+
+    monkeypatch.setattr(Forward, "__call__", poisoned)
+    config = config_of(tmp_path, run={"max_steps": 3, "seed": 3, "on_nonfinite": policy})
+    if policy == "stop":
+        with pytest.raises(NonFiniteError, match="step 2"):
+            train_on_ranks(monkeypatch, 2, config)
+    else:
+        many = train_on_ranks(monkeypatch, 2, config)
+        assert [trainer.step for trainer in many] == [3, 3]
+        assert all(bool(p.isfinite().all()) for p in many[0].model.parameters())

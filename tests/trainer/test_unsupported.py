@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from speedtronic.errors import ConfigError
+from speedtronic.metrics import MetricLogger
 from speedtronic.optimizers import CautiousOptimizer
 from speedtronic.trainer import Trainer
 from tests.support.models import SCALED
@@ -162,6 +164,21 @@ def test_a_fit_inside_autocast_is_refused_since_its_casts_of_the_weights_grow_ol
     assert torch.equal(model.weight, before)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         assert ours.fit(2).steps == 2
+
+
+def test_weights_that_are_trained_and_not_in_the_model_are_said(model: torch.nn.Linear) -> None:
+    criterion = torch.nn.Linear(1, 1)
+
+    def warnings_of(*modules: torch.nn.Module) -> str:
+        stream = StringIO()
+        optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+        logger = MetricLogger(stream=stream)
+        Trainer(model, optimizer, BATCHES, device="cpu", loss_fn=mean_square, logger=logger)
+        return stream.getvalue()
+
+    assert warnings_of(model) == ""
+    assert "trains 2 tensors that are not in the model: no checkpoint" in warnings_of(model, criterion)
+    assert "has no weight of this model, so nothing of it is trained" in warnings_of(criterion)
 
 
 def test_a_plateau_without_evaluations_or_with_another_mode_is_refused(model: torch.nn.Linear) -> None:

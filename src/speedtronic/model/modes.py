@@ -33,7 +33,7 @@ class PartsSetApart:
         self._warn = warn
         self._apart: dict[str, nn.Module] = {}
         self._told: str | None = None
-        self._left = False
+        self._left = self._reached = False
         self._look()
         self._tell_of_traces()
 
@@ -59,8 +59,14 @@ class PartsSetApart:
             )
 
     def stay_in_training(self) -> None:
-        """Put the model in training mode again where a callback or an evaluator has left it in evaluation mode."""
+        """Put right what a callback, or an evaluator, has left: a model in evaluation mode, or parts in training mode.
+
+        `train()` on the whole model, as after sampling, also reaches what was set apart. Where weights there are
+        trained by now, that is meant.
+        """
         if self._model.training:
+            if reached := {name: module for name, module in self._apart.items() if module.training}:
+                self._put_apart_again(reached)
             return
         self.train()
         if not self._left:
@@ -68,6 +74,24 @@ class PartsSetApart:
             self._warn(
                 "a callback or an evaluator has left the model in evaluation mode, and it is trained in training mode: "
                 "call train() on it after eval()"
+            )
+
+    def _put_apart_again(self, reached: dict[str, nn.Module]) -> None:
+        unfrozen = [
+            part for part in _outer(reached) if any(parameter.requires_grad for parameter in reached[part].parameters())
+        ]
+        meant = {name for name in reached if any(_is_in(name, part) for part in unfrozen)}
+        if meant:
+            self._apart = {name: module for name, module in self._apart.items() if name not in meant}
+            self._inform(f"in training mode from here on: {_outermost(meant)}")
+        not_meant = reached.keys() - meant
+        for name in not_meant:
+            reached[name].training = False
+        if not_meant and not self._reached:
+            self._reached = True
+            self._warn(
+                "a callback or an evaluator has put parts with frozen weights in training mode, and they stay in "
+                f"evaluation mode: {_outermost(not_meant)}; train() on the whole model reaches them too"
             )
 
     def _look(self) -> set[str]:
@@ -105,9 +129,17 @@ class PartsSetApart:
 
 def _outermost(names: Iterable[str]) -> str:
     """The names that are not inside another one of them, as text."""
-    given = set(names)
-    outer = sorted(name for name in given if not any(name.startswith(f"{other}.") for other in given))
+    outer = _outer(names)
     return ", ".join(outer[:4]) + (f" and {len(outer) - 4} more parts" if len(outer) > 4 else "")
+
+
+def _outer(names: Iterable[str]) -> list[str]:
+    given = set(names)
+    return sorted(name for name in given if not any(name.startswith(f"{other}.") for other in given))
+
+
+def _is_in(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
 
 
 def _fixed_modes(module: Any, *, training: bool) -> str:

@@ -442,8 +442,8 @@ class _Step:
 def _step_together(matrices: Sequence[_Matrix], ranks: Group, grad_scale: Tensor | None, verdict: _Verdict) -> None:
     """Step all matrices, each of which one rank orthogonalises for all.
 
-    The ranks' stacks go round by round: in each, every rank orthogonalises one stack of its own, and all get all. So no
-    rank holds more than a stack of each rank at once.
+    They go round by round: in each, every rank orthogonalises some stacks of its own, and all ranks get all updates. So
+    no rank holds more than about a stack of each rank at once.
     """
     owned: list[list[_Matrix]] = [[] for _ in range(ranks.size)]
     loads = [0] * ranks.size
@@ -452,35 +452,52 @@ def _step_together(matrices: Sequence[_Matrix], ranks: Group, grad_scale: Tensor
         rank = loads.index(min(loads))
         owned[rank].append(matrix)
         loads[rank] += _cost(matrix)
-    # Tensors travel together where they are alike.
+    # Updates travel together where they are alike.
     for kind in {(matrix.momentum.device, matrix.momentum.dtype): None for matrix in matrices}:
-        stacks = [list(_stacks(m for m in own if (m.momentum.device, m.momentum.dtype) == kind)) for own in owned]
-        for turn in range(max(map(len, stacks))):
+        rounds = [list(_rounds(m for m in own if (m.momentum.device, m.momentum.dtype) == kind)) for own in owned]
+        for turn in range(max(map(len, rounds))):
             steps = [
-                _Step(own[turn], grad_scale, verdict, orthogonalizes=rank == ranks.rank) if turn < len(own) else None
-                for rank, own in enumerate(stacks)
+                [_Step(stack, grad_scale, verdict, orthogonalizes=rank == ranks.rank) for stack in own[turn]]
+                if turn < len(own)
+                else []
+                for rank, own in enumerate(rounds)
             ]
-            updates = _gather(ranks, [None if step is None else step.shape for step in steps], steps[ranks.rank], kind)
-            for step, update in zip(steps, updates, strict=True):
-                if step is not None:
-                    step.finish(update)
+            sizes = [sum(step.shape.numel() for step in own) for own in steps]
+            flat = torch.zeros(max(sizes), device=kind[0], dtype=kind[1])
+            for place, step in zip(_places(flat, steps[ranks.rank]), steps[ranks.rank], strict=True):
+                assert step.update is not None
+                place.copy_(step.update)
+            for row, own in zip(ranks.stack(flat), steps, strict=True):
+                for place, step in zip(_places(row, own), own, strict=True):
+                    step.finish(place)
 
 
 def _cost(matrix: _Matrix) -> int:
     return matrix.weight.numel() * min(matrix.weight.shape)
 
 
-def _gather(
-    ranks: Group, shapes: Sequence[torch.Size | None], own: _Step | None, kind: tuple[torch.device, torch.dtype]
-) -> list[Tensor]:
-    """The updates of one round, from all ranks."""
-    sizes = [0 if shape is None else shape.numel() for shape in shapes]
-    device, dtype = kind
-    flat = torch.zeros(max(sizes), dtype=dtype, device=device)
-    if own is not None:
-        assert own.update is not None
-        flat[: own.update.numel()] = own.update.reshape(-1)
-    return [row[:size].view(shape or (0,)) for row, size, shape in zip(ranks.stack(flat), sizes, shapes, strict=True)]
+def _rounds(matrices: Iterable[_Matrix]) -> Iterator[list[list[_Matrix]]]:
+    """The stacks of one rank, as many at a time as are about as large as one may be."""
+    waiting: list[list[_Matrix]] = []
+    size = 0
+    for stack in _stacks(matrices):
+        weight = stack[0].weight
+        own = len(stack) * weight.numel()
+        if waiting and size + own > _STACK_ELEMENTS.get(weight.device.type, _STACK_ELEMENTS_ELSEWHERE):
+            yield waiting
+            waiting, size = [], 0
+        waiting.append(stack)
+        size += own
+    if waiting:
+        yield waiting
+
+
+def _places(flat: Tensor, steps: Sequence[_Step]) -> Iterator[Tensor]:
+    """Where the updates of some steps are in one row, each as a view in its shape."""
+    start = 0
+    for step in steps:
+        yield flat[start : start + step.shape.numel()].view(step.shape)
+        start += step.shape.numel()
 
 
 class _Verdict:

@@ -34,6 +34,7 @@ class ProcessGroup:
         self._watch = watch
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        self.lost = False
 
     def reduce(self, number: Number, how: Reduction = "sum") -> Number:
         # float64 holds every integer up to 2^53.
@@ -102,9 +103,12 @@ class ProcessGroup:
             try:
                 yield
             except RuntimeError as error:  # what torch raises when a connection is lost, or nothing came in time
+                self.lost = True
+                # gloo begins with its own source file, and ends with advice.
+                reason = str(error).splitlines()[0].split("] ", 1)[-1].partition(". ")[0]
                 raise RankError(
                     f"rank {self.rank} waited for {what} of the other ranks, and one of them has gone or does not "
-                    f"answer; its own output says why ({str(error).splitlines()[0]})"
+                    f"answer; its own output says why ({reason})"
                 ) from error
 
 

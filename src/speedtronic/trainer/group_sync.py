@@ -87,7 +87,9 @@ class GroupCoordinator(FullCoordinator):
             self._leader.hand_over()
 
     def stop(self) -> None:
-        if self._leader is not None:
+        # A rank that has gone may have left an update half done, which must not reach other machines. It is as if this
+        # rank had gone too, which a leader must survive.
+        if self._leader is not None and not self._group.lost:
             self._leader.stop()
 
     def state_dict(self) -> dict[str, Any] | None:

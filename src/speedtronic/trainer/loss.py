@@ -139,8 +139,10 @@ def resolve_loss(output: Any, batch: Any, loss_fn: LossFunction | None = None, *
 
 
 def _called(loss_fn: LossFunction, output: Any, batch: Any) -> Any:
+    # It may take the labels out of the batch, which are looked at afterwards.
+    given = dict(batch) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, list) else batch
     try:
-        return loss_fn(output, batch)
+        return loss_fn(output, given)
     except (TypeError, AttributeError) as error:
         if not isinstance(error, InputError):
             error.add_note(

@@ -25,6 +25,7 @@ from speedtronic.parallel.start import join_group
 from speedtronic.precision import PrecisionPlan, resolve_precision, use_device
 from speedtronic.ranks import share_weights
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
+from speedtronic.trainer import unsupported
 from speedtronic.trainer.between_steps import BetweenSteps, Evaluator
 from speedtronic.trainer.callbacks import Callbacks
 from speedtronic.trainer.compile import Compilation
@@ -49,7 +50,6 @@ from speedtronic.trainer.state import TrainerState
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
 from speedtronic.trainer.training_step import TrainingStep, updater_for
-from speedtronic.trainer.unsupported import drivable, refuse_autocast, refuse_exhausted, refuse_wrong_parts
 from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
@@ -115,11 +115,11 @@ class Trainer:
     ) -> None:
         parts = dict[str, Any](model=model, loss_fn=loss_fn, evaluator=evaluator, logger=logger, precision=precision)
         parts |= dict(checkpoint_manager=checkpoint_manager, callbacks=callbacks, training_step=training_step)
-        refuse_wrong_parts(parts)
+        unsupported.refuse_wrong_parts(parts)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
         given = optimizer, scheduler, training_step, evaluator, merged_micro_batches
-        self.optimizer, self.scheduler = drivable(self.config, *given)
+        self.optimizer, self.scheduler = unsupported.drivable(self.config, *given)
         self._new_updater = partial(updater_for, training_step)
         self.model, self.dataloader = model, dataloader
         self._group, self.device = join_group(self.config.parallel, device)
@@ -140,7 +140,7 @@ class Trainer:
         self._state = TrainerState(dataloader, metadata or {}, self.config.eval, self._group, warn=self.logger.warning)
         parts |= {"dataloader": dataloader, "optimizer": self.optimizer, "scheduler": scheduler}
         parts |= dict(coordinator=coordinator, callbacks=callbacks or None, metadata=metadata)
-        for problem in unused_keys(self.config, parts):
+        for problem in (*unused_keys(self.config, parts), *unsupported.weights_elsewhere(model, self.optimizer)):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         lend_loss(evaluator, loss_fn)
@@ -213,8 +213,8 @@ class Trainer:
         requested = self.max_steps if max_steps is None else max_steps
         if not isinstance(cast(object, requested), Integral) or requested <= 0:
             raise ConfigError(f"max_steps must be positive and whole, not {requested!r}")
-        refuse_exhausted(self.scheduler, requested - self.step)
-        refuse_autocast(self.device)
+        unsupported.refuse_exhausted(self.scheduler, requested - self.step)
+        unsupported.refuse_autocast(self.device)
         leads = self._group.rank == 0
         manager = self.checkpoint_manager if leads else None
         checkpoints = manager.directory if manager is not None and manager.enabled else None

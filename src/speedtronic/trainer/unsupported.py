@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -194,6 +194,23 @@ def _shares_groups(one: Any, other: Any) -> bool:
     """Whether two optimizers are the same, or one has groups of the other, as a wrapper has."""
     groups = {id(group) for group in other.param_groups}
     return one is other or any(id(group) in groups for group in getattr(one, "param_groups", ()))
+
+
+def weights_elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Say it where an optimizer trains what is not in the model, as a loss function with weights of its own."""
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    elsewhere = sum(id(parameter) not in own for parameter in trained)
+    if elsewhere == len(trained) and own:
+        yield (
+            "the optimizer has no weight of this model, so nothing of it is trained; make the optimizer from the "
+            "model's parameters()"
+        )
+    elif elsewhere:
+        yield (
+            f"the optimizer trains {elsewhere} tensors that are not in the model: no checkpoint, average or export "
+            "holds them, and a resumed run starts them anew; make them part of the model, as a submodule or a Parameter"
+        )
 
 
 def refuse_autocast(device: torch.device) -> None:

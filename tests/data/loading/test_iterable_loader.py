@@ -539,3 +539,17 @@ def test_a_stream_of_hugging_face_continues_at_its_own_position(done: int) -> No
     resumed.load_state_dict(interrupted.state_dict())
 
     assert [batch["input_ids"].tolist() for batch in islice(endless(resumed), 20 - done)] == straight[done:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_in_step_share_a_stream_and_have_as_many_batches(workers: int) -> None:
+    """7 items for 3 ranks of 2: of the second global batch rank 0 has the one item that is left, the others None."""
+    seen: list[float] = []
+    for rank in range(3):
+        options = {"rank": rank, "world_size": 3, "in_step": 3}
+        with closing(StreamLoader(NoiseStream(7), 2, drop_last=False, num_workers=workers, **options)) as loader:
+            batches = [None if batch is None else batch[:, 0].tolist() for batch in loader]
+            assert [batch is None for batch in batches] == [False, rank > 0]
+            assert loader.epoch == 1
+            seen += [item for batch in batches for item in batch or ()]
+    assert sorted(seen) == list(range(7))
