@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -17,6 +18,7 @@ import pytest
 from speedtronic.cli import main
 from speedtronic.config import load_config
 from speedtronic.data.prepare.prepare import prepare
+from tests.support.configs import tiny
 from tests.support.pages import ROOT, Block, Command, blocks, commands
 
 PAGES = [
@@ -29,7 +31,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 # What a page's blocks are tested by where they are not done here.
-ELSEWHERE: dict[str, str] = {}
+ELSEWHERE = {"docs/data.md": "tests/test_data_page.py"}
 
 # Words that begin a command which a test cannot type, and where it is seen to work.
 NOT_TYPED = {
@@ -79,6 +81,10 @@ def wrong_key(folder: Path) -> None:
     (block,) = (block.text for block in blocks("README.md") if block.language == "yaml" and "quickstart" in block.text)
     wrong = block.replace("micro_batch_size: 16 ", "micro_batchsize: 16 ")
     (folder / "config.yaml").write_text(wrong, encoding="utf-8")
+
+
+def tiny_run(folder: Path) -> None:
+    (folder / "run.yaml").write_text(json.dumps(tiny("runs/ranks", data={"target_batch_size": 4})), encoding="utf-8")
 
 
 def words_of_gpt2(folder: Path) -> None:
@@ -132,6 +138,7 @@ READINGS: dict[str, Reading] = {
     "docs/gpt2_124m.md": Reading(
         made=(corpus, words_of_gpt2), values=["run.max_steps=2", *SMALL], words={"gpt2.tiktoken": "words.json"}
     ),
+    "docs/devices.md": Reading(made=(tiny_run,)),
     "docs/install.md": Reading(values=[]),
     "docs/migration.md": Reading(
         made=(text,), values=[], of={"examples/shakespeare_char.yaml": [*SMALL, "run.max_steps=2"]}
@@ -210,6 +217,11 @@ class Reader:
                 pass  # `make package` does it
             elif words[0] == "make":
                 assert words[1] in TARGETS, place
+            elif words[0] == "torchrun":
+                self.end_together()
+                launcher = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+                done = subprocess.run(launcher, capture_output=True, text=True, timeout=240)
+                assert done.returncode == 0, (place, done.stdout, done.stderr)
             elif words[0] == "export":
                 self.monkeypatch.setenv(*words[1].split("=", 1))
             elif words[:2] == ["pip", "install"]:
@@ -223,8 +235,16 @@ class Reader:
 
     def speedtronic(self, command: Command, words: list[str], place: str) -> None:
         if words[:2] == ["diloco", "master"] or any(word.startswith("distributed.node_id=") for word in words):
-            process = subprocess.Popen([sys.executable, "-m", "speedtronic", *words])
+            process = subprocess.Popen(
+                [sys.executable, "-m", "speedtronic", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
             self.together.append((command, process))
+            if words[0] == "diloco":  # runs as short as a test's could end before there is a version to begin from
+                assert process.stdout is not None
+                assert any("at version" in line for line in process.stdout), place
             return
         self.end_together()
         if "--tasks" in words:
@@ -241,13 +261,14 @@ class Reader:
     def end_together(self) -> None:
         """Wait for the processes that train together."""
         for command, process in self.together:
-            assert process.wait(300) == 0, f"{self.page}:{command.line}"
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, (f"{self.page}:{command.line}", output)
         self.together.clear()
 
     def kill_together(self) -> None:
         for _, process in self.together:
             process.kill()
-            process.wait()
+            process.communicate()
 
     def shortened(self, words: list[str]) -> list[str]:
         """The words of a command with a smaller text, a smaller vocabulary and fewer steps."""
@@ -312,6 +333,11 @@ def test_every_block_of_a_page_does_what_the_page_says(
         reader.end_together()
     finally:
         reader.kill_together()
+
+
+def test_what_is_done_elsewhere_is_there() -> None:
+    assert set(ELSEWHERE) <= set(PAGES)
+    assert all((ROOT / file).is_file() for file in ELSEWHERE.values())
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -259,7 +259,7 @@ class Scores(nn.Module):
 
 def made(kind: str, model: nn.Module, *example: Tensor) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit.")
         if kind == "script":
             return torch.jit.script(model)
         if kind == "trace":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -216,6 +217,10 @@ class Forward:
         # What a tuple of more fields might be meant for, and does not reach.
         self._not_given = [p.name for p in by_place][2 if self._takes_second else 1 :]
         self._not_given += [f"*{p.name}" for p in parameters if p.kind is p.VAR_POSITIONAL]
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Within it, operations compute in the dtypes of the precision plan."""
+        return autocast_context(self._plan)
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> MeanLoss:
         """Return the mean loss of `batch`, attached to the graph.

@@ -98,8 +98,8 @@ def accumulate(
             everything = max(1, expected())
             total = parameters[0].new_zeros((), dtype=torch.float32) if total is None else total
             # The last of these says whether any rank's counts differ.
-            own = [total, torch.as_tensor(sum(weights), device=total.device), total.new_tensor(float(counts_differ))]
-            numbers = torch.stack([number.to(torch.float64) for number in own])
+            own = [_as_number(value, total) for value in (total, sum(weights), counts_differ)]
+            numbers = torch.stack(own)
             summed_loss, counted, differ = sum_gradients(parameters, group, numbers, reduce_dtype).unbind()
             total = summed_loss.to(total.dtype)
             # Whoever has no batch does not know whether counts differ. A device is not asked for it.
@@ -119,6 +119,13 @@ def accumulate(
     return total * correction
 
 
+def _as_number(value: int | Tensor, like: Tensor) -> Tensor:
+    """A 0-dim float64 tensor on the device of another one. To copy one there, the host would have to wait."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, torch.float64)
+    return like.new_full((), value, dtype=torch.float64)
+
+
 def _micro_batches_in(part: Any) -> int:
     """How many micro batches a part of an update is: none, one, or several that are merged."""
     if part is None:
@@ -126,12 +133,21 @@ def _micro_batches_in(part: Any) -> int:
     return len(part.samples) if isinstance(part, Merged) else 1
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], max_norm: float | None, max_value: float | None = None
+) -> Tensor:
     """Return the 2-norm of all gradients together, a 0-dim tensor, from before the clipping.
 
-    Where the norm exceeds `max_norm`, all gradients are scaled down by one factor, so that it is `max_norm`. With None
-    they stay as they are.
+    Where the norm exceeds `max_norm`, all gradients are scaled down by one factor, so that it is `max_norm`. Then every
+    entry is brought into [-max_value, max_value]. With None they stay as they are.
     """
+    norm = _clip_norm(parameters, max_norm)
+    if max_value is not None:
+        nn.utils.clip_grad_value_(parameters, max_value)
+    return norm
+
+
+def _clip_norm(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len({(type(g), g.dtype, g.device, g.layout) for g in gradients}) == 1 and _are_plain(gradients[0]):
         return _clip_alike(gradients, max_norm)
