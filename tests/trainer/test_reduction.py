@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from speedtronic.errors import ModelError
+from speedtronic.ranks import SingleProcess
 from speedtronic.trainer import reduction
 from speedtronic.trainer.reduction import average_buffers, sum_gradients
+from tests.support.operations import Operations
 from tests.support.thread_group import ThreadGroup, on_ranks
 
 SHAPES = [(3, 5), (7,), (1,), (4, 4), (0, 2)]
@@ -100,3 +102,15 @@ def test_running_statistics_become_the_mean_and_counts_the_largest() -> None:
         return [buffer.reshape(-1).tolist() for buffer in buffers]
 
     assert on_ranks(2, one_of_two) == [[[1.5, 3.0], [4], [8.0]]] * 2
+
+
+def test_the_host_reads_nothing_and_copies_nothing_to_the_device() -> None:
+    """But on a rank that lacks gradients, which must know who has them."""
+    parameters = weights()
+    for number, parameter in enumerate(parameters):
+        parameter.grad = gradient(0, number)
+    with Operations() as operations:
+        sum_gradients(parameters, SingleProcess(), torch.zeros(3))
+    assert not operations.reads
+    assert not operations.counts["_to_copy"]
+    assert not operations.counts["lift_fresh"]

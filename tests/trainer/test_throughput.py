@@ -92,6 +92,10 @@ def test_utilisation_is_the_rate_of_flops_over_the_peak(monkeypatch: pytest.Monk
     utilisation = flop_utilisation(model, CUDA, torch.bfloat16, 6)
     assert utilisation is not None
     assert utilisation(1e9) == pytest.approx(1e9 * training_flops_per_token(model, 6) / 989.4e12)
+    of_two = flop_utilisation(model, CUDA, torch.bfloat16, 6, 2)
+    assert of_two is not None
+    assert utilisation is not None
+    assert of_two(100.0) == pytest.approx(utilisation(100.0) / 2)
     assert flop_utilisation(model, CUDA, torch.bfloat16, None) is None
     assert training_flops_per_token(nn.Linear(3, 5), 6) == 6 * 20
 

@@ -40,9 +40,13 @@ def join_group(section: ParallelConfig, requested: str | torch.device | None) ->
         RankError: the other processes did not come.
     """
     global _group
-    launch = launched() if section.strategy != "none" else None
-    if launch is None:
+    if section.strategy == "none":
         return SingleProcess(), resolve_device(requested)
+    launch = launched()
+    if launch is None:
+        if _group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            _group = ProcessGroup()  # started by the user's own code, and watched by nobody
+        return _group or SingleProcess(), resolve_device(requested)
     device = _device_of(launch, requested)
     if _group is None:
         if not dist.is_initialized():

@@ -98,8 +98,8 @@ def accumulate(
             everything = max(1, expected())
             total = parameters[0].new_zeros((), dtype=torch.float32) if total is None else total
             # The last of these says whether any rank's counts differ.
-            own = [total, torch.as_tensor(sum(weights), device=total.device), total.new_tensor(float(counts_differ))]
-            numbers = torch.stack([number.to(torch.float64) for number in own])
+            own = [_as_number(value, total) for value in (total, sum(weights), counts_differ)]
+            numbers = torch.stack(own)
             summed_loss, counted, differ = sum_gradients(parameters, group, numbers, reduce_dtype).unbind()
             total = summed_loss.to(total.dtype)
             # Whoever has no batch does not know whether counts differ. A device is not asked for it.
@@ -117,6 +117,13 @@ def accumulate(
             if parameter.grad is not None:
                 parameter.grad.mul_(correction)
     return total * correction
+
+
+def _as_number(value: int | Tensor, like: Tensor) -> Tensor:
+    """A 0-dim float64 tensor on the device of another one. To copy one there, the host would have to wait."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, torch.float64)
+    return like.new_full((), value, dtype=torch.float64)
 
 
 def _micro_batches_in(part: Any) -> int:

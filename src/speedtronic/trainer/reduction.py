@@ -55,7 +55,9 @@ def sum_gradients(
             "a gradient is sparse, as of nn.Embedding(sparse=True), and ranks sum dense ones: use sparse=False"
         )
     missing = [p for p in parameters if p.grad is None]
-    present = numbers.new_tensor([float(p.grad is not None) for p in parameters])
+    # Of a mixed list there must be a copy, for which the host would wait; most often there is no need for it.
+    mixed = [float(p.grad is not None) for p in parameters] if missing else None
+    present = numbers.new_ones(len(parameters)) if mixed is None else numbers.new_tensor(mixed)
     sums = group.reduce_later(torch.cat([numbers, present]))
     flying = []
     for bucket in _buckets(parameters):

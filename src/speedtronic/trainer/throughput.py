@@ -107,13 +107,13 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def flop_utilisation(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, sequence_length: int | None
+    model: nn.Module, device: torch.device, dtype: torch.dtype, sequence_length: int | None, devices: int = 1
 ) -> Callable[[float], float] | None:
-    """From tokens per second to model FLOP utilisation; None where the peak or the length is unknown."""
+    """From tokens per second of all devices to model FLOP utilisation; None where peak or length is unknown."""
     peak = device_peak_flops(device, dtype)
     if peak is None or sequence_length is None:
         return None
-    share = training_flops_per_token(model, sequence_length) / peak
+    share = training_flops_per_token(model, sequence_length) / (peak * devices)
     return lambda tokens_per_sec: tokens_per_sec * share
 
 

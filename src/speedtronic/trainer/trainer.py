@@ -242,7 +242,8 @@ class Trainer:
             background = self.config.checkpoint.background
             saver = CheckpointSaver(manager, self.logger, background=background, group=self._group)
             stack.callback(saver.close)
-        utilisation = flop_utilisation(self.model, self.device, self.precision.dtype, self.config.data.block_size)
+        length, ranks = self.config.data.block_size, self._group.size
+        utilisation = flop_utilisation(self.model, self.device, self.precision.dtype, length, ranks)
         target = max(self.step, requested)
         every = getattr(self.logger, "every_steps", 1)  # a user's own logger may have no cadence: it gets every step
         reporter = StepReporter(self.logger, self._state.counters, self.device, utilisation, target=target, every=every)
