@@ -93,6 +93,7 @@ def accumulate(
         else:
             loss = torch.zeros_like(loss)
         total = loss.detach() if total is None else total + loss.detach()
+    counted: Tensor | None = None
     if group.size > 1:
         with phase("update"):
             everything = max(1, expected())
@@ -104,13 +105,13 @@ def accumulate(
             total = summed_loss.to(total.dtype)
             # Whoever has no batch does not know whether counts differ. A device is not asked for it.
             counts_differ = targets is not None and (total.device.type != "cpu" or bool(differ))
-    else:
-        assert total is not None, "an update has at least one micro batch"
-        assert everything is not None
-        counted = torch.as_tensor(sum(weights), device=total.device)
+    assert total is not None, "an update has at least one micro batch"
+    assert everything is not None
     if not counts_differ:
         return total
     # Some losses were means of other numbers of values than there are targets, as only they themselves tell.
+    if counted is None:
+        counted = torch.as_tensor(sum(weights), device=total.device)
     correction = (everything / counted.clamp(min=1)).to(total.dtype)
     with torch.no_grad():
         for parameter in parameters:
