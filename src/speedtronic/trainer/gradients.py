@@ -57,10 +57,7 @@ def accumulate(
     """
     parameters = list(parameters)
     weights: list[int | Tensor] = list(map(_micro_batches_in, batches)) if targets is None else list(targets)
-    if expected is None:
-        summed = group.reduce(sum(int(weight) for weight in weights))
-        expected = lambda: summed  # noqa: E731
-    everything: int | None = None
+    everything = max(1, group.reduce(sum(map(int, weights)))) if expected is None else None
     counts_differ = False
     total: Tensor | None = None
     for number, batch in enumerate(batches):
@@ -68,8 +65,9 @@ def accumulate(
             continue
         with phase("forward"):
             loss, weight = forward(batch)
-        if everything is None:
+        if everything is None and expected is not None:
             everything = max(1, expected())
+        assert everything is not None, "one of the two tells"
         if targets is not None and weight is not None:
             # Without a target it may be the mean of nothing, and NaN. Only then is a weight on the device read.
             weights[number], counts_differ = weight if targets[number] else int(weight), True
@@ -96,7 +94,8 @@ def accumulate(
     counted: Tensor | None = None
     if group.size > 1:
         with phase("update"):
-            everything = max(1, expected())
+            if everything is None and expected is not None:
+                everything = max(1, expected())
             total = parameters[0].new_zeros((), dtype=torch.float32) if total is None else total
             # The last of these says whether any rank's counts differ.
             own = [_as_number(value, total) for value in (total, sum(weights), counts_differ)]
