@@ -15,11 +15,11 @@ COPY constraints.txt /tmp/constraints.txt
 COPY --from=wheel /wheels /tmp/wheels
 RUN pip install --no-cache-dir --constraint /tmp/constraints.txt --extra-index-url "${TORCH_INDEX}" /tmp/wheels/*.whl \
     && rm -r /tmp/wheels \
-    && useradd --create-home trainer \
+    && useradd --create-home --uid 1000 trainer \
     && mkdir -p /work/runs \
-    && chown -R trainer /work
-USER trainer
+    && chown -R 1000 /work
+USER 1000
 WORKDIR /work
-COPY --chown=trainer examples examples
+COPY --chown=1000 examples examples
 ENTRYPOINT ["speedtronic"]
 CMD ["--help"]

@@ -45,7 +45,7 @@ test-slow: $(READY) $(RANKS)  ## the slow tests: campaigns, compilers, examples,
 test-all: test test-slow  ## both of the above
 
 test-stores: $(READY) $(AZURITE)  ## the tests that need servers of object storage or a Hub, which they start on this machine
-	$(BIN)/pytest -m stores tests/distributed tests/cli
+	$(BIN)/pytest -m stores tests/distributed tests/test_pages.py tests/cli
 
 extras: $(READY)  ## install what few people need, so that none of its tests is skipped: trackers, lm-eval
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[wandb,mlflow,trackio,lm-eval]'

@@ -70,6 +70,8 @@ CHECKPOINT_KEYS = {
     "precision": "the precision mode, for information",
     "config": "the configuration, secrets hidden, for information and for the list of changes on resume",
     "tokenizer": "the tokenizer's description, or null (runs from a configuration)",
+    "base": "of a model with `model.lora`, the SHA-256 of each file of its frozen weights; else null (runs from a "
+    "configuration)",
 }
 
 _MEMBERS = (FunctionType, property, classmethod, staticmethod)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ruamel.yaml import YAML
 from speedtronic.checkpoint.initial_weights import load_initial_weights
 from speedtronic.cli import main
 from speedtronic.config import load_config
+from speedtronic.config.checks import refuse_what_cannot_be_trained
 from speedtronic.data.prepare.prepare import prepare
 from speedtronic.precision import PrecisionPlan
 from speedtronic.registry import build_model
@@ -42,7 +44,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder whose plugins are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("model", "data", "my_model", "my_data", "my_callbacks"):
+    own = ("lion", "inverse_root", "top", "good_enough", "digits")
+    for name in ("model", "data", "my_model", "my_data", "my_callbacks", *own):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -102,6 +105,108 @@ def test_the_custom_data_example_learns_sums(folder: Path, capsys: pytest.Captur
     assert main(["train", config, "run.max_steps=60"]) == 0
     losses = [float(loss) for loss in re.findall(r"^eval .*?loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
     assert losses[-1] < 2.2  # of 2.6 at the start: ln 13
+
+
+def losses_of(shown: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step .*?loss ([\d.]+)", shown, re.MULTILINE)]
+
+
+@pytest.mark.slow
+def test_the_optimizer_example_learns_and_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "examples/custom_optimizer/custom_optimizer.yaml")
+    assert main(["train", config, "run.max_steps=20"]) == 0
+    assert main(["train", config, "run.max_steps=40", "--resume"]) == 0
+    losses = losses_of(capsys.readouterr().out)
+    assert losses[-1] < 0.8 * losses[0]
+    trainer, _ = build_runtime(config)
+    assert type(trainer.optimizer).__name__ == "Lion"
+    assert {group["lr"] / group["initial_lr"] for group in trainer.optimizer.param_groups} == {0.1}
+    assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [3e-3, 3e-3, 1e-3]
+    assert trainer.optimizer.param_groups[0]["betas"] == [0.9, 0.98]
+
+
+@pytest.mark.slow
+def test_the_schedule_example_follows_its_curve(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "examples/custom_schedule/custom_schedule.yaml")
+    assert main(["train", config, "run.max_steps=60", "logging.json_file=log.jsonl"]) == 0
+    lines = [json.loads(line) for line in (folder / "runs/custom-schedule/log.jsonl").read_text().splitlines()]
+    rates = {line["step"]: line["lr_applied"] for line in lines if line["event"] == "train_step"}
+    assert rates[10] == pytest.approx(3e-3)
+    assert rates[60] == pytest.approx(3e-3 * (21 / 70) ** 0.5)
+
+
+@pytest.mark.slow
+def test_the_metric_example_keeps_the_best_by_its_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(ROOT / "examples/custom_metric/custom_metric.yaml")]) == 0
+    values = [float(value) for value in re.findall(r"^eval .*?top3 ([\d.]+)", capsys.readouterr().out, re.MULTILINE)]
+    assert 3 / 64 < values[0] < values[-1] <= 1
+    assert main(["checkpoints", "list", "runs/custom-metric"]) == 0
+    assert "best" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_callback_example_ends_its_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(ROOT / "examples/custom_callback/custom_callback.yaml")]) == 0
+    shown = capsys.readouterr().out
+    step = re.search(r"the callback GoodEnough has stopped the run at step (\d+) of 400", shown)
+    assert step is not None
+    assert (folder / f"runs/custom-callback/checkpoints/step_{int(step[1]):012}").is_dir()
+
+
+@pytest.mark.slow
+def test_the_digits_example_is_right_about_nearly_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    assert main(["train", str(ROOT / "examples/digits/digits.yaml")]) == 0
+    values = re.findall(r"^eval .*?accuracy ([\d.]+)", capsys.readouterr().out, re.MULTILINE)
+    assert float(values[-1]) > 0.95
+
+
+@pytest.mark.slow
+def test_the_gan_example_makes_numbers_like_those_of_the_data() -> None:
+    namespace: dict[str, Any] = {"__name__": "gan"}
+    exec(compile((ROOT / "examples/gan.py").read_text(encoding="utf-8"), "gan.py", "exec"), namespace)
+    mean, deviation = namespace["main"]()
+    assert 3.3 < mean < 4.7
+    assert 0.6 < deviation < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
+def test_the_fine_tuning_example_runs_by_the_commands_of_its_head(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a tiny model in place of the one that would be fetched."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    (folder / "corpus").mkdir()
+    (folder / "corpus/text.txt").write_text("Once upon a time there was a fox.\n" * 400, encoding="utf-8")
+    train_tokenizer = [
+        "data",
+        "train-tokenizer",
+        "corpus/",
+        "--vocab-size",
+        "300",
+        "--out",
+        "models/base/tokenizer.json",
+    ]
+    assert main(train_tokenizer) == 0
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=256)
+    transformers.LlamaForCausalLM(config).save_pretrained("models/base")
+    path = ROOT / "examples/finetune/finetune.yaml"
+    commands = re.findall(r"^#     speedtronic (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["data", "train", "generate", "checkpoints", "checkpoints"]
+    for command in commands:
+        words = shlex.split(command.replace("examples/", f"{ROOT}/examples/"))
+        words += ["run.max_steps=4", "model.max_seq_len=32"] if words[0] == "train" else []
+        words += ["--max-tokens", "5"] if words[0] == "generate" else []
+        assert main(words) == 0, capsys.readouterr().err
+    base = transformers.AutoModelForCausalLM.from_pretrained("models/base")
+    adapted = peft.PeftModel.from_pretrained(base, "models/adapter").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained("models/merged").eval()
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -288,6 +393,16 @@ def test_the_tests_that_the_contributing_page_picks_are_there() -> None:
     assert picks
     for file, word in picks:
         assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, word)
+
+
+def test_the_configurations_of_the_fine_tuning_page_are_sound() -> None:
+    page = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8")
+    whole, adapters, groups = (load_config(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    assert whole.model.hf_folder == adapters.model.hf_folder == "models/base"
+    assert adapters.model.lora is not None
+    for config in (whole, adapters):
+        refuse_what_cannot_be_trained(config)
+    assert [group.match for group in groups.optimizer.groups][0] == "*embed_tokens*"
 
 
 def test_the_readmes_configuration_is_sound() -> None:

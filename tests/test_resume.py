@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.config import SpeedtronicConfig
+from speedtronic.config import SchedulerConfig, SpeedtronicConfig
 from speedtronic.data.prepare.prepare import prepare
 from speedtronic.data.prepare.records import PromptRecords
 from speedtronic.errors import CheckpointError
@@ -126,6 +127,10 @@ def test_the_number_of_workers_does_not_change_the_batches(folder: Path) -> None
     assert [r["loss"] for r in without.metrics] == [r["loss"] for r in with_two.metrics]
 
 
+def zigzag(config: SchedulerConfig, *, length: int) -> Callable[[int], float]:
+    return lambda step: 1 - (step % length) / length
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "token normalisation": {"data": {"loss_normalization": "tokens"}},
@@ -147,6 +152,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cautious, fused and rescaled": {"optimizer": {"cautious": True, "cautious_rescale": True, "fused": True}},
     "cautious muon": {"optimizer": {"name": "muon", "cautious": True}},
     "cautious muon, rescaled": {"optimizer": {"name": "muon", "cautious": True, "cautious_rescale": True}},
+    "rates and decay by name and depth, clipped by value": {
+        "model": {"n_layer": 2},
+        "optimizer": {
+            "name": "muon",
+            "grad_clip_value": 0.01,
+            "layer_decay": 0.5,
+            "groups": [{"match": "*.mlp.*", "lr": 0.01, "weight_decay": 0.3}, {"match": "*.k_proj.*", "frozen": True}],
+        },
+    },
+    "an optimizer and a schedule of others": {
+        "optimizer": {"name": "torch.optim:NAdam", "args": {"momentum_decay": 0.01}, "cautious": True},
+        "scheduler": {"name": f"{__name__}:zigzag", "args": {"length": 3}},
+    },
     "a last short batch": {"data": {"drop_last": False, "micro_batch_size": 3, "target_batch_size": 6}},
 }
 
@@ -213,6 +231,16 @@ def test_the_state_of_another_algorithm_is_refused_with_the_remedy(
     train_from_config(option_config({**model, "optimizer": {"name": wrote}}, folder, tmp_path), max_steps=1)
     with pytest.raises(CheckpointError, match=rf"optimizer\.name: {wrote}.*run\.init_from"):
         build_runtime(option_config({**model, "optimizer": {"name": reads}}, folder, tmp_path), resume=True)
+
+
+@pytest.mark.parametrize(("first", "then"), [("adamw", "torch.optim:SGD"), ("torch.optim:SGD", "torch.optim:Adam")])
+def test_the_state_of_another_class_is_refused_with_the_remedy(
+    first: str, then: str, folder: Path, tmp_path: Path
+) -> None:
+    before, after = (option_config({"optimizer": {"name": name}}, folder, tmp_path) for name in (first, then))
+    train_from_config(before, max_steps=1)
+    with pytest.raises(CheckpointError, match=rf"was written by optimizer\.name: {first}, .* nothing to {then}"):
+        train_from_config(after, resume=True)
 
 
 def test_the_state_of_muon_is_refused_by_adamw_where_the_groups_have_the_same_sizes() -> None:

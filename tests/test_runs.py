@@ -42,6 +42,17 @@ def test_the_columns_of_a_real_run_are_what_it_returned(tmp_path: Path) -> None:
     assert (summed.step, summed.target, summed.loss, summed.eval_loss) == (4, 4, result.final_loss, result.eval_loss)
 
 
+def test_the_losses_of_several_optimizers_are_columns(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path)
+    log.start(0, target=3)
+    for step, losses in enumerate(({"one": 1.0, "two": 2.0}, {"one": 1.5}, {"one": 0.5, "two": 4.0}), start=1):
+        log.step(step, loss=sum(losses.values()), losses=losses)
+    steps = runs.load(tmp_path).steps
+    assert "losses" not in steps
+    assert steps["losses/one"].tolist() == [1.0, 1.5, 0.5]
+    np.testing.assert_array_equal(steps["losses/two"], [2.0, np.nan, 4.0])
+
+
 def test_of_steps_that_a_resumed_run_trained_again_the_later_ones_count(tmp_path: Path) -> None:
     log = LogWriter(tmp_path)
     log.start(0, target=10)

@@ -25,6 +25,7 @@ from speedtronic.data.tokenizers.from_file import tokenizer_from_spec
 from speedtronic.durable.files import FileSystem
 from speedtronic.errors import CheckpointError, ConfigError, InputError, warn
 from speedtronic.model import evaluation_mode
+from speedtronic.model.hugging_face import check_base
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.registry import build_model, registry
 from speedtronic.trainer.state import load_model
@@ -309,6 +310,7 @@ def load_generator(
         if config.model.extra.get(key) is None:
             config.model.extra[key] = value
     model = build_model(config)
+    check_base(model, state.get("base"))
     try:
         load_model(model, {**state["model"], **(state.get("ema") or {})})
     except CheckpointError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from weakref import WeakSet
@@ -150,6 +150,22 @@ def import_factory(name: str, *, key: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], factory)
 
 
+def call_factory(name: str, first: Any, *, key: str, args: Mapping[str, Any]) -> Any:
+    """What a factory of a configuration returns for one object and keyword arguments. What it raises is passed on.
+
+    Raises:
+        ConfigError: as `import_factory`; or it does not take these arguments.
+    """
+    factory = import_factory(name, key=key)
+    try:
+        inspect.signature(factory).bind(first, **args)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {name} takes {inspect.signature(factory)}: {error}") from None
+    except ValueError:  # some callables written in C have no signature
+        pass
+    return factory(first, **args)
+
+
 def _load(name: str, reference: str) -> ModelFactory:
     module_name, _, attribute = reference.partition(":")
     try:
@@ -177,6 +193,7 @@ def _describe(factory: Any) -> str:
 registry = ModelRegistry()
 registry.register("reference_transformer", "speedtronic.model:build_reference_transformer")
 registry.register("gpt", "speedtronic.model:build_reference_transformer")
+registry.register("hf", "speedtronic.model.hugging_face:build_hugging_face_model")
 
 register_model = registry.register
 

@@ -193,6 +193,9 @@ class _Log:
         self._width = 0  # how many keys a record has whose numbers are those of the last block
 
     def add_step(self, record: dict[str, Any]) -> None:
+        if isinstance(losses := record.get("losses"), dict):  # of several optimizers: a column for each
+            rest = {key: value for key, value in record.items() if key != "losses"}
+            record = rest | {f"losses/{name}": loss for name, loss in losses.items()}
         block = self.blocks[-1] if self.blocks else None
         if block is not None and len(record) == self._width:
             before = len(block.values)

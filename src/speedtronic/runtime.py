@@ -27,12 +27,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from speedtronic import __version__
 from speedtronic.checkpoint import CheckpointManager, RunLock
 from speedtronic.checkpoint.export.llama import hidden_differences, reference_names
-from speedtronic.checkpoint.initial_weights import load_initial_weights
+from speedtronic.checkpoint.initial_weights import is_hugging_face_folder, load_initial_weights
 from speedtronic.checkpoint.sharing import broadcast_state
 from speedtronic.config import ConfigError, SpeedtronicConfig, changed_keys, load_config
 from speedtronic.config.checks import (
     BUILT_IN_MODELS,
     HOLD_SOMETHING_OUT,
+    HUGGING_FACE,
     doubts,
     needs_held_out_data,
     refuse_what_cannot_be_trained,
@@ -47,10 +48,11 @@ from speedtronic.evaluation.evaluation import Write
 from speedtronic.generation import context_length_of, sample_writer
 from speedtronic.metrics import MetricLogger
 from speedtronic.metrics.tracker_feed import TrackerFeed, opener_of
+from speedtronic.model.hugging_face import base_of, check_base, folder_of, load_pretrained, vocabulary_size
 from speedtronic.model.transformer import NORM_EPS
 from speedtronic.model.wrappers import forward_signature
 from speedtronic.optimizers import learning_rate_schedule
-from speedtronic.optimizers.factory import build_adamw, build_hybrid
+from speedtronic.optimizers.factory import build_adamw, build_adamw8bit, build_hybrid, build_named
 from speedtronic.optimizers.schedules import wsd_decay_steps
 from speedtronic.parallel.memory import refuse_what_does_not_fit
 from speedtronic.parallel.start import join_group
@@ -59,7 +61,7 @@ from speedtronic.ranks import Group, SingleProcess
 from speedtronic.registry import build_model, import_factory, registry
 from speedtronic.shapes import validate_startup_shapes
 from speedtronic.trainer import Trainer, TrainResult
-from speedtronic.trainer.compile import keep_compiled_code
+from speedtronic.trainer.compile import keep_compiled_code, repeated_blocks
 from speedtronic.trainer.forward import Forward, move_batch
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
 from speedtronic.trainer.loss import loss_by_name
@@ -223,6 +225,7 @@ def _build(
         metadata={
             "tokenizer": data.tokenizer.spec() if data.tokenizer is not None else None,
             "tuning": plan.model_dump() if plan is not None else (saved or {}).get("tuning"),
+            "base": base_of(model),
         },
         shape_report=shape_report,
         callbacks=[*_build_callbacks(settings), *profiler],
@@ -231,6 +234,8 @@ def _build(
     if saved is not None:
         _resume(trainer, saved, settings)
         logger.info(f"resumed at step {trainer.step} from {manager.loaded_path}")
+        if manager.mirror is not None and manager.loaded_path is not None:
+            manager.mirror.add(manager.loaded_path)  # a kill may have cut its copy short
     return trainer, manager
 
 
@@ -356,7 +361,21 @@ def _resolve(config: ConfigSource) -> SpeedtronicConfig:
     if isinstance(config, os.PathLike) or (isinstance(config, str) and Path(config).is_file()):
         folder = Path(config).resolve().parent
     import_plugins(settings.plugins, folder)
+    if settings.model.name == HUGGING_FACE:
+        _take_vocabulary(settings)
     return settings
+
+
+def _take_vocabulary(config: SpeedtronicConfig) -> None:
+    """Let `model.vocab_size`, and what follows it, be that of the Hugging Face folder."""
+    size = vocabulary_size(config.model)
+    if "vocab_size" in config.model.model_fields_set and config.model.vocab_size != size:
+        raise ConfigError(
+            f"model.vocab_size: {config.model.vocab_size} contradicts the {size} of {config.model.hf_folder}; leave it "
+            "out"
+        )
+    config.model.vocab_size = size
+    config.resolve()
 
 
 def import_plugins(modules: Sequence[str], folder: Path | None = None) -> None:
@@ -442,19 +461,26 @@ def build_optimizer(
     *,
     warn: Callable[[str], None] = warn,
 ) -> torch.optim.Optimizer:
-    """Build AdamW, or Muon and AdamW, from `config.optimizer` over every trainable parameter of `model`.
+    """Build AdamW, Muon and AdamW, or a class that `config.optimizer` names, over every trainable parameter of `model`.
 
-    Each is in exactly one group. With `config.compile` the step of a cautious AdamW is compiled too. `warn` is told
-    what is not done as the section says.
+    Each is in exactly one group. Those that `config.optimizer.groups` never trains are frozen first. With
+    `config.compile` the step of a cautious AdamW is compiled too. `warn` is told what is not done as the section says.
 
     Raises:
-        ConfigError: the model has no trainable parameter, or declares a role or a split for Muon that cannot be.
+        ConfigError: the model has no trainable parameter, declares a role or a split for Muon that cannot be, or has no
+            parameter for one of the groups.
     """
     optimizer: torch.optim.Optimizer
-    if config.optimizer.name == "muon":
-        optimizer = build_hybrid(model, config.optimizer, torch.device(device), warn=warn)
+    section, kind = config.optimizer, torch.device(device)
+    blocks = [] if section.layer_decay is None else repeated_blocks(model, "optimizer.layer_decay")
+    if section.name == "muon":
+        optimizer = build_hybrid(model, section, kind, blocks=blocks, warn=warn)
+    elif section.name == "adamw":
+        optimizer = build_adamw(model, section, kind, compiled=config.compile, blocks=blocks, warn=warn)
+    elif section.name == "adamw8bit":
+        optimizer = build_adamw8bit(model, section, blocks=blocks)
     else:
-        optimizer = build_adamw(model, config.optimizer, torch.device(device), compiled=config.compile, warn=warn)
+        optimizer = build_named(model, section, blocks=blocks)
     BUILT_FROM_CONFIG.add(optimizer)
     return optimizer
 
@@ -531,8 +557,16 @@ def _build_mirror(config: SpeedtronicConfig, logger: MetricLogger) -> Checkpoint
     from speedtronic.distributed.stores import RetryingStore
     from speedtronic.distributed.stores.open import MIRROR, open_configured
 
-    section = config.checkpoint
-    store = open_configured(str(section.mirror), section.mirror_options, MIRROR)
+    section, url = config.checkpoint, str(config.checkpoint.mirror)
+    if config.distributed.enabled:
+        # Nodes have one configuration, and each has checkpoints of its own. Its name must outlive its disk.
+        if config.distributed.node_id is None:
+            raise ConfigError(
+                "distributed.node_id: needed with checkpoint.mirror, so that a node that lost its disk finds its own "
+                "checkpoints again"
+            )
+        url = f"{url.rstrip('/')}/{config.distributed.node_id}"
+    store = open_configured(url, section.mirror_options, MIRROR)
     return CheckpointMirror(
         RetryingStore(store),
         keep_last=section.keep_last,
@@ -632,6 +666,7 @@ def evaluate_from_config(
     model = build_model(settings.model).to(target)
     if uninitialized(model):
         _initialize_lazy_modules(model, data.train, settings, target, precision, logger)
+    check_base(model, state.get("base"))
     load_model(model, {**state["model"], **(state.get("ema") or {})})
     numbers = evaluation(model)
     assert numbers is not None, "nothing has asked it to stop"
@@ -658,6 +693,9 @@ def _load_initial_weights(
 ) -> None:
     """Load `run.init_from` into the model, and warn where its weights mean something else here."""
     section = config.model
+    if section.name == HUGGING_FACE and is_hugging_face_folder(Path(path)):
+        _load_pretrained_weights(model, Path(path), config, logger)
+        return
     is_reference = section.name in BUILT_IN_MODELS
     try:
         weights = load_initial_weights(
@@ -669,6 +707,7 @@ def _load_initial_weights(
         )
     except CheckpointError as error:
         raise CheckpointError(f"run.init_from: {error}") from error
+    check_base(model, weights.base)
     averaged = ", of its averaged weights (optimizer.ema)" if weights.averaged else ""
     logger.info(f"starting from {len(weights.loaded)} tensors of {weights.source}{averaged}")
 
@@ -684,6 +723,24 @@ def _load_initial_weights(
             f"{weights.source}: its weights were trained with a different tokenizer than this data uses, so its token "
             "ids mean something else here"
         )
+
+
+def _load_pretrained_weights(model: nn.Module, folder: Path, config: SpeedtronicConfig, logger: MetricLogger) -> None:
+    """Load the folder of a Hugging Face model into one of its kind; a model with adapters has its weights already."""
+    section = config.model
+    if (base := base_of(model)) is not None:
+        if folder.resolve() != folder_of(section).resolve():
+            raise ConfigError(
+                f"run.init_from: with model.lora the weights of {section.hf_folder} (model.hf_folder) stay as they "
+                "are, so those of another folder have no place; name a checkpoint with such adapters, or leave it out"
+            )
+        logger.info(f"training adapters beside the frozen weights of {folder}: {', '.join(base)}")
+        return
+    try:
+        loaded = load_pretrained(model, section, folder, strict=config.run.init_strict, warn=logger.warning)
+    except CheckpointError as error:
+        raise CheckpointError(f"run.init_from: {error}") from error
+    logger.info(f"starting from {loaded} tensors of {folder}")
 
 
 def _check_takes_documents(model: nn.Module, config: SpeedtronicConfig) -> None:
@@ -913,6 +970,18 @@ def _refuse_late_decay(config: SpeedtronicConfig, saved: Mapping[str, Any]) -> N
         )
 
 
+def _refuse_state_of_another_class(before: str, now: str) -> None:
+    """Raise CheckpointError for the state of another class of optimizers, which torch would load all the same.
+
+    That of `adamw` and `muon` is told apart by the state itself.
+    """
+    if before != now and not {before, now} <= {"adamw", "muon"}:
+        raise CheckpointError(
+            f"the checkpoint was written by optimizer.name: {before}, whose state means nothing to {now}: continue "
+            f"with {before}, or start over from its weights with run.init_from"
+        )
+
+
 def _resume(trainer: Trainer, state: dict[str, Any], config: SpeedtronicConfig) -> None:
     """Continue from a saved state. Where the configuration has changed since, the configuration wins."""
     if "config" in state:
@@ -922,6 +991,9 @@ def _resume(trainer: Trainer, state: dict[str, Any], config: SpeedtronicConfig) 
             trainer.logger.warning(
                 f"the configuration has changed since the checkpoint; the run uses the new values:\n{lines}"
             )
+
+        _refuse_state_of_another_class(state["config"]["optimizer"]["name"], config.optimizer.name)
+    check_base(trainer.model, state.get("base"))
 
     # An optimizer's state carries its options (LR, weight decay, betas, …): put those of the new optimizer in their
     # place. `algorithm` and `param_names` say whose state it is, so they stay.

@@ -88,6 +88,11 @@ def test_packages_that_are_missing_or_too_old_are_problems_and_extras_are_notes(
     assert "never-shown" not in str(found)
 
 
+def test_a_package_of_several_extras_is_told_of_once() -> None:
+    found = list(doctor.look_at_packages(['rich>=13.7; extra == "one"', 'rich>=13; extra == "two"']))
+    assert [finding.part for finding in found].count("rich") == 1
+
+
 def test_a_missing_compiler_is_a_warning_only_where_something_compiles() -> None:
     for compiles, state in ((True, "warning"), (False, "note")):
         with case(compiles):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speedtronic.config import ConfigError, SpeedtronicConfig, load_config
-from speedtronic.config.checks import BUILT_IN_MODELS, doubts, limits, refuse_what_cannot_be_trained
+from speedtronic.config.checks import BUILT_IN_MODELS, REGISTERED, doubts, limits, refuse_what_cannot_be_trained
 from tests.support.cases import case
 
 
@@ -73,14 +73,14 @@ def test_what_needs_neither_data_nor_a_plugin_to_be_seen_is_refused(sections: di
 def test_a_model_that_is_registered_already_needs_no_plugin() -> None:
     config = load_config({"model": {"name": "mine"}})
     refuse_what_cannot_be_trained(config, {"mine", "gpt"})
-    with pytest.raises(ConfigError, match="Known: gpt, reference_transformer"):
+    with pytest.raises(ConfigError, match="Known: gpt, hf, reference_transformer"):
         refuse_what_cannot_be_trained(config)
 
 
 def test_the_built_in_models_are_those_of_the_registry() -> None:
     code = "from speedtronic.registry import registry; print(*registry.names())"
     names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert set(names) == BUILT_IN_MODELS
+    assert set(names) == REGISTERED == {*BUILT_IN_MODELS, "hf"}
 
 
 @pytest.mark.parametrize(
@@ -163,3 +163,13 @@ def test_only_runs_of_tokens_have_no_form_elsewhere() -> None:
             found = limits(SpeedtronicConfig.from_dict({"model": section}))
             assert len(found) == is_limited
             assert all("model.ngram_order is 3, and no model of Hugging Face's" in limit for limit in found)
+
+
+def test_a_hugging_face_model_needs_a_folder_and_adapters_one_machine() -> None:
+    refuse_what_cannot_be_trained(load_config({"model": {"name": "hf"}, "run": {"init_from": "folder"}}))
+    with pytest.raises(ConfigError, match=r"^model\.name: hf builds what the config\.json .*; set run\.init_from, or"):
+        refuse_what_cannot_be_trained(load_config({"model": {"name": "hf"}}))
+    several = {"enabled": True, "repo_id": "dir:///store"}
+    adapters = {"name": "hf", "hf_folder": "folder", "lora": {"r": 4}}
+    with pytest.raises(ConfigError, match=r"^model\.lora: nodes exchange whole models"):
+        refuse_what_cannot_be_trained(load_config({"model": adapters, "distributed": several}))

@@ -123,7 +123,8 @@ def test_problems_come_in_the_order_of_the_file_and_the_command_line_last(tmp_pa
         "c.yaml:7: distributed.repo_id: needed when distributed.enabled is true; "
         "name a store, such as dir:///path or org/name",
         "c.yaml:9: distributed.poll_interval: must be a number, not the text 'fast'",
-        "c.yaml:10: optimizer.name: must be 'adamw' or 'muon', not the text 'adam'",
+        "c.yaml:10: optimizer.name: must be adamw, adamw8bit, muon, or an importable class or function, written "
+        "package.module:class, not the text 'adam'",
         "c.yaml:11: model.d_model: 256 must be divisible by model.n_head, which is 3",
         "command line: optimizer.lr: must be a number, not the text 'big'",
     ]

@@ -72,7 +72,7 @@ def test_the_schema_has_types_bounds_choices_and_nulls() -> None:
         {"type": "integer", "exclusiveMinimum": 0, "maximum": 2**31 - 1},
         {"type": "null"},
     ]
-    assert definitions["SchedulerConfig"]["properties"]["name"]["enum"] == [
+    assert definitions["SchedulerConfig"]["properties"]["name"]["anyOf"][0]["enum"] == [
         "cosine",
         "constant",
         "linear",
@@ -80,7 +80,7 @@ def test_the_schema_has_types_bounds_choices_and_nulls() -> None:
     ]
     assert definitions["OptimizerConfig"]["properties"]["betas"]["maxItems"] == 2
     assert re.fullmatch(definitions["RunConfig"]["properties"]["device"]["pattern"], "cuda:1")
-    assert schema["properties"]["optimizer"]["anyOf"][1]["enum"] == ["adamw", "muon"]
+    assert schema["properties"]["optimizer"]["anyOf"][1]["anyOf"][0]["enum"] == ["adamw", "adamw8bit", "muon"]
     assert schema["properties"]["compile"]["anyOf"][0] == {"type": "boolean"}
     assert schema["properties"]["max_steps"] == definitions["RunConfig"]["properties"]["max_steps"]
     assert schema["properties"]["hub"]["anyOf"] == schema["properties"]["distributed"]["anyOf"]

@@ -56,6 +56,8 @@ DEFAULTS = {
         "ngram_order": 1,
         "ngram_buckets": 4096,
         "gradient_checkpointing": False,
+        "hf_folder": None,
+        "lora": None,
         "extra": {},
     },
     "data": {
@@ -86,6 +88,7 @@ DEFAULTS = {
     },
     "optimizer": {
         "name": "adamw",
+        "args": {},
         "lr": 3e-4,
         "betas": [0.9, 0.95],
         "eps": 1e-8,
@@ -93,6 +96,9 @@ DEFAULTS = {
         "decay_1d": False,
         "fused": None,
         "grad_clip": None,
+        "grad_clip_value": None,
+        "groups": [],
+        "layer_decay": None,
         "cautious": False,
         "cautious_rescale": False,
         "ema": None,
@@ -106,6 +112,7 @@ DEFAULTS = {
     },
     "scheduler": {
         "name": "cosine",
+        "args": {},
         "warmup_steps": 100,
         "max_steps": 1000,
         "min_lr_ratio": 0.1,
@@ -492,6 +499,25 @@ def test_all_problems_of_a_section_come_at_once() -> None:
             for source in ({}, {"text_path": "a.txt"}, {"shards": "b", "dataset": "my_pkg.data:build"})
         ],
         (OptimizerConfig, {"muon_plus": True}, "optimizer.muon_plus: needs optimizer.name: muon, not adamw"),
+        (
+            OptimizerConfig,
+            {"args": {"momentum": 0.9}},
+            "optimizer.args: is for an optimizer that is named as package.module:class; adamw has keys of its own",
+        ),
+        (
+            OptimizerConfig,
+            {"grad_clip": 1.0, "grad_clip_value": 1.0},
+            "optimizer.grad_clip_value: is instead of optimizer.grad_clip; leave one of the two out",
+        ),
+        (
+            SchedulerConfig,
+            {"args": {"offset": 1}},
+            "scheduler.args: is for a function that scheduler.name names as package.module:function, not cosine",
+        ),
+        *[
+            (ModelConfig, {"name": "gpt", key: value}, f"model.{key}: is for model.name: hf, not gpt; leave it out")
+            for key, value in (("hf_folder", "a"), ("lora", {"r": 4}))
+        ],
         *[
             (
                 OptimizerConfig,

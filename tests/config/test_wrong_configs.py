@@ -57,7 +57,8 @@ WRONG = {
     ),
     "unknown choice": (
         "scheduler:\n  name: cosin\n",
-        ":2: scheduler.name: must be 'cosine', 'constant', 'linear' or 'wsd', not the text 'cosin'",
+        ":2: scheduler.name: must be cosine, constant, linear, wsd, or an importable function, written "
+        "package.module:function, not the text 'cosin'",
     ),
     "unknown device": (
         "run: {device: gpu}\n",

@@ -304,7 +304,7 @@ class Counting(Normed):
         return super().forward(x, y)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     ("kind", "changed"), [("plain", ""), ("traced", "norm."), ("counting", "calls"), ("script", "")]
 )

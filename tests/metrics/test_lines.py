@@ -56,6 +56,12 @@ def test_the_fields_of_the_configuration_are_those_that_steps_have() -> None:
     assert set(get_args(StepField)) == names
 
 
+def test_the_losses_of_several_optimizers_are_shown_by_their_names() -> None:
+    payload = {**STEP, "losses": {"one": 1.25, "two": 0.5}}
+    assert line("train_step", payload, LineFormat(["step", "losses"])) == "step 120  one 1.2500, two 0.5000"
+    assert line("train_step", payload).endswith("grad_norm 0.523  one 1.2500, two 0.5000")
+
+
 def test_a_step_of_batches_without_tokens_shows_samples_per_second() -> None:
     assert "193 samples/s" in line("train_step", {**STEP, "interval_tokens_per_sec": 0.0})
     assert "tok/s" not in line("train_step", {**STEP, "interval_tokens_per_sec": 0.0})

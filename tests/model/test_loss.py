@@ -163,7 +163,7 @@ def test_derivatives_of_derivatives_equal_torchs() -> None:
     torch.testing.assert_close(three_orders(causal_cross_entropy), three_orders(torchs_own))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jacfwd uses it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch.func.jacfwd uses it
 def test_function_transforms_of_each_order_equal_torchs() -> None:
     logits, labels = random_case()
     logits = logits[:1, :2]

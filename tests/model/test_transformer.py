@@ -290,7 +290,7 @@ def test_derivatives_of_derivatives_through_a_norm_equal_those_of_its_formula() 
     torch.testing.assert_close(three_orders(ours), three_orders(plain_rms_norm), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jacfwd uses it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch.func.jacfwd uses it
 def test_function_transforms_of_each_order_through_a_norm_equal_those_of_its_formula() -> None:
     norm, x = RMSNorm(6), torch.randn(2, 6)
     for first in (torch.func.jacrev, torch.func.jacfwd):

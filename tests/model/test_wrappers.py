@@ -22,7 +22,7 @@ class Classifier(nn.Module):
 
 def scripted(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit.")
         return torch.jit.script(model)
 
 

@@ -572,7 +572,7 @@ def test_a_step_holds_no_second_copy_of_the_parameters(
 
 
 # torch's compiler imports a module that torch itself has deprecated.
-COMPILER_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+COMPILER_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from speedtronic.errors import ConfigError, SpeedtronicWarning
 from speedtronic.model import ReferenceTransformer
 from speedtronic.optimizers import factory, hybrid
 from speedtronic.optimizers.adamw import CautiousAdamW
+from speedtronic.optimizers.cautious import CautiousOptimizer
 from speedtronic.optimizers.factory import (
     build_adamw,
     build_hybrid,
@@ -508,3 +509,48 @@ def test_a_gradient_scaler_skips_overflows_and_changes_nothing_else(keys: dict[s
     assert classifier(scaled, keys, [IMAGES[0], INFINITE, IMAGES[1]], precision=SCALED).fit(2).steps == 2
     classifier(plain, keys).fit(2)
     torch.testing.assert_close(dict(scaled.state_dict()), dict(plain.state_dict()))
+
+
+# ---------------------------------------------------------------- optimizers by their class
+
+
+class NoOptimizer:
+    def __init__(self, params: Any, lr: float) -> None: ...
+
+
+def test_a_class_is_called_with_the_groups_the_rate_and_its_arguments() -> None:
+    section = {"name": "torch.optim:SGD", "lr": 0.1, "args": {"momentum": 0.9, "nesterov": True}, "weight_decay": 0.3}
+    groups = [{"match": "head.*", "lr": 0.01}]
+    model = Block()
+    optimizer = build_optimizer(model, SpeedtronicConfig.from_dict({"optimizer": {**section, "groups": groups}}), CPU)
+    assert type(optimizer) is torch.optim.SGD
+    found = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.9}
+    assert (found["linear.weight"]["lr"], found["linear.weight"]["weight_decay"]) == (0.1, 0.3)
+    assert (found["linear.bias"]["lr"], found["linear.bias"]["weight_decay"]) == (0.1, 0.0)
+    assert found["embedding.weight"]["lr"] == 0.01  # tied to the head
+    assert not any(name.startswith("frozen") for name in found)
+
+
+def test_a_named_optimizer_can_be_cautious() -> None:
+    section = {"name": "torch.optim:RMSprop", "cautious": True, "cautious_rescale": True}
+    optimizer = build_optimizer(Block(), SpeedtronicConfig.from_dict({"optimizer": section}), CPU)
+    assert isinstance(optimizer, CautiousOptimizer)
+    assert optimizer.rescale
+    assert isinstance(optimizer.base, torch.optim.RMSprop)
+
+
+@pytest.mark.parametrize(
+    ("section", "shown"),
+    [
+        ({"name": "torch.optim:Adams"}, r"optimizer\.name: the module 'torch\.optim' has no 'Adams'"),
+        ({"name": "torch.optim:SGD", "args": {"speed": 1}}, r"optimizer\.name: torch\.optim:SGD takes .*'speed'"),
+        ({"name": "torch.optim:SGD", "args": {"momentum": -1}}, r"optimizer\.name: torch\.optim:SGD: Invalid momentum"),
+        ({"name": "torch.optim:SGD", "args": {"lr": 1}}, r"optimizer\.args: lr is a key of the section itself"),
+        ({"name": "torch.optim:LBFGS"}, r"optimizer\.name: torch\.optim:LBFGS: LBFGS doesn't support"),
+        ({"name": f"{__name__}:NoOptimizer"}, r"returned NoOptimizer, which is no torch\.optim\.Optimizer"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused(section: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ConfigError, match=shown):
+        build_optimizer(Block(), SpeedtronicConfig.from_dict({"optimizer": section}), CPU)

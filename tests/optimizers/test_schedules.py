@@ -95,3 +95,29 @@ def test_a_warmup_that_is_not_given_is_a_tenth_of_the_run_and_at_most_100() -> N
     for steps, warmup in ((4, 0), (50, 5), (999, 99), (1000, 100), (10**6, 100)):
         factor = learning_rate_schedule(SpeedtronicConfig.from_dict({"max_steps": steps}).scheduler)
         assert [step for step in range(steps) if factor(step) == 1.0][0] == max(0, warmup - 1)
+
+
+def halved_after(config: SchedulerConfig, *, step: int) -> Schedule:
+    return lambda done: 0.5 if done >= step else 1.0
+
+
+def no_curve(config: SchedulerConfig) -> float:
+    return 0.5
+
+
+def test_a_function_of_ones_own_gives_the_curve_after_the_warmup() -> None:
+    factor = schedule(name=f"{__name__}:halved_after", args={"step": 6}, warmup_steps=4, max_steps=10)
+    assert [factor(step) for step in range(8)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("section", "shown"),
+    [
+        ({"name": f"{__name__}:halved_after"}, "halved_after takes .*missing a required argument: 'step'"),
+        ({"name": f"{__name__}:no_curve"}, "returned float, not a function from the number of updates"),
+        ({"name": "no_such_module:curve"}, "cannot import 'no_such_module'"),
+    ],
+)
+def test_a_function_that_gives_no_curve_is_refused(section: dict[str, object], shown: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^scheduler\.name: .*{shown}"):
+        schedule(**section)

@@ -8,6 +8,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -567,3 +568,23 @@ def test_methods_that_nothing_calls_are_said_once(capsys: pytest.CaptureFixture[
 
     make_trainer(callbacks=[Foreign()], logger=MetricLogger()).fit(2)
     assert capsys.readouterr().out.count("the callback Foreign has on_train_batch_end, which nothing calls") == 1
+
+
+def test_weights_that_a_callback_puts_into_the_model_are_said() -> None:
+    class Replaces:
+        def on_step_end(self, run: Any) -> None:
+            if run.step == 2:
+                run.model.linear = torch.nn.Linear(3, 1)
+
+    stream = StringIO()
+    trainer = make_trainer(
+        callbacks=[Replaces()],
+        evaluator=lambda model, should_stop: {"loss": 1.0},
+        config={"optimizer": {"ema": 0.9}, "eval": {"every_steps": 1}},
+        logger=MetricLogger(stream=stream),
+    )
+    trainer.fit(4)
+    said = [line for line in stream.getvalue().splitlines() if "did not have when fit began" in line]
+    assert len(said) == 1
+    assert "linear.weight, linear.bias; the optimizer does not have all of them" in said[0]
+    assert "not in the average" in said[0]

@@ -240,7 +240,7 @@ def test_blocks_are_found_by_name_and_else_by_their_class() -> None:
 
 
 def test_a_model_without_blocks_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"Regression has no list .* named `blocks`, or set it to false"):
+    with pytest.raises(ConfigError, match=r"Regression has no list .* named `blocks`, or leave it out"):
         make_trainer(config=config_of(compile=True, compile_options={"regional": True}))
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speedtronic.errors import ModelError
+from speedtronic.errors import ModelError, NonFiniteError
 from speedtronic.ranks import Group, SingleProcess
 from speedtronic.trainer.gradients import accumulate, clip_gradients
 from speedtronic.trainer.loss import MeanLoss, count_targets, resolve_loss
+from tests.support.models import Overflowing, make_trainer
 from tests.support.thread_group import ThreadGroup, on_ranks
 
 OFF = torch.amp.GradScaler("cpu", enabled=False)
@@ -245,6 +246,32 @@ def test_norm_and_clipping_are_those_of_torch_to_the_last_bit(
         assert mine.grad is not None
         assert other.grad is not None
         assert torch.equal(mine.grad, other.grad)
+
+
+def test_clipping_by_value_bounds_each_entry_and_returns_the_norm_before() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    weight.grad = torch.tensor([3.0, -4.0, 0.5])
+    assert clip_gradients([weight], None, 1.0).item() == pytest.approx(25.25**0.5)
+    assert weight.grad.tolist() == [1.0, -1.0, 0.5]
+
+
+def test_a_gradient_that_is_infinite_is_refused_although_its_clipped_value_is_finite() -> None:
+    trainer = make_trainer(
+        Overflowing(2),
+        config={"run": {"max_steps": 3}, "optimizer": {"grad_clip_value": 0.1}},
+    )
+    with pytest.raises(NonFiniteError, match=r"^step 2"):
+        trainer.fit()
+
+
+def test_a_run_clips_by_value_where_the_configuration_says_so() -> None:
+    trainer = make_trainer(config={"run": {"max_steps": 1}, "optimizer": {"grad_clip_value": 1e-3}})
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.fit()
+    for name, tensor in trainer.model.state_dict().items():
+        torch.testing.assert_close(
+            (tensor - before[name]).abs(), torch.full_like(tensor, 0.05 * 1e-3), rtol=1e-2, atol=0
+        )
 
 
 def test_gradients_that_have_a_graph_of_their_own_are_clipped() -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from speedtronic.errors import DataError, ModelError, ScalerOverflowError
+from speedtronic.checkpoint import CheckpointManager
+from speedtronic.errors import DataError, ModelError, NonFiniteError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model import ReferenceTransformer
 from speedtronic.scheduling import SameStream, StageStreamScheduler
@@ -30,6 +32,7 @@ from tests.support.models import (
     Regression,
     config_of,
     make_trainer,
+    regression_batches,
     successor_batches,
 )
 
@@ -291,3 +294,82 @@ def test_a_loader_that_writes_over_a_batch_of_the_same_update_is_refused() -> No
     with pytest.raises(DataError, match="an update takes 2 of them at once; give each batch memory of its own"):
         trainer(2).fit(1)
     assert trainer(1).fit(4).steps == 4
+
+
+# ---------------------------------------------------------------- optimizers with a closure
+
+
+def lbfgs_trainer(batches: Any = None, model: nn.Module | None = None, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    model = model or Regression()
+    return make_trainer(
+        model, batches, optimizer=torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=3), **options
+    )
+
+
+def test_lbfgs_makes_the_steps_that_torchs_own_loop_makes() -> None:
+    data = {"micro_batch_size": 4, "target_batch_size": 8}
+    trainer = lbfgs_trainer(config={"run": {"max_steps": 3}, "data": data})
+    losses = [record["loss"] for record in trainer.fit().metrics]
+    torch.manual_seed(0)
+    model = Regression()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=3)
+    batches = regression_batches()
+    by_hand = []
+    for number in range(3):
+
+        def closure(number: int = number) -> Tensor:
+            optimizer.zero_grad()
+            parts = [model(*batch)["loss"] / 2 for batch in batches[2 * number : 2 * number + 2]]
+            for part in parts:
+                part.backward()
+            return parts[0].detach() + parts[1].detach()
+
+        by_hand.append(float(optimizer.step(closure)))
+    assert losses == pytest.approx(by_hand, rel=1e-6)
+    for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_lbfgs_resumes_bit_for_bit(tmp_path: Path) -> None:
+    straight = lbfgs_trainer(config={"run": {"max_steps": 4}})
+    straight.fit()
+    manager = CheckpointManager(tmp_path)
+    first = lbfgs_trainer(config={"run": {"max_steps": 4}}, checkpoint_manager=manager)
+    first.fit(2)
+    resumed, state = lbfgs_trainer(config={"run": {"max_steps": 4}}), manager.load_latest()
+    assert state is not None
+    resumed.resume(state)
+    resumed.fit()
+    for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_step_of_lbfgs_that_meets_a_nan_on_its_way_is_undone(policy: str) -> None:
+    class FailsOnItsWay(Regression):
+        calls = 0
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            self.calls += 1
+            factor = float("nan") if self.calls == 7 else 1.0  # in the second step, which calls from the fifth on
+            return {"loss": super().forward(x, y)["loss"] * factor}
+
+    model = FailsOnItsWay()
+    kept: list[list[Tensor]] = []
+
+    class Keep(Callback):
+        def on_step_end(self, run: RunView) -> None:
+            kept.append([p.detach().clone() for p in run.model.parameters()])
+
+    config = {"run": {"max_steps": 3, "on_nonfinite": policy}}
+    trainer = lbfgs_trainer(model=model, config=config, callbacks=[Keep()])
+    if policy == "stop":
+        with pytest.raises(NonFiniteError, match="^step 2: .*the weights are those of the step before"):
+            trainer.fit()
+        assert all(torch.equal(now, before) for now, before in zip(model.parameters(), kept[0], strict=True))
+    else:
+        assert trainer.fit().steps == 3
+        assert all(torch.equal(one, two) for one, two in zip(kept[0], kept[1], strict=True))
+        assert not torch.equal(kept[2][0], kept[1][0])

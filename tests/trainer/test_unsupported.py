@@ -14,12 +14,19 @@ from speedtronic.errors import ConfigError
 from speedtronic.metrics import MetricLogger
 from speedtronic.optimizers import CautiousOptimizer
 from speedtronic.trainer import Trainer
+from tests.support.models import SCALED
 
 BATCHES = [(torch.ones(4, 2), torch.ones(4, 1))]
 
 
 def trainer(optimizer: Any, model: torch.nn.Module, scheduler: Any = None) -> Trainer:
     return Trainer(model, optimizer, BATCHES, device="cpu", scheduler=scheduler, loss_fn=mean_square)
+
+
+def with_training_step(model: torch.nn.Module, optimizer: Any, scheduler: Any = None, **options: Any) -> Trainer:
+    return Trainer(
+        model, optimizer, BATCHES, device="cpu", scheduler=scheduler, training_step=lambda *_: torch.ones(()), **options
+    )
 
 
 def mean_square(output: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -35,18 +42,26 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused(model: torch.nn.Linear) -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused_beside_a_scaler_and_a_training_step(
+    model: torch.nn.Linear,
+) -> None:
     lbfgs = torch.optim.LBFGS(model.parameters())
     for optimizer in (lbfgs, CautiousOptimizer(lbfgs)):
-        with pytest.raises(ConfigError, match=r"^optimizer: LBFGS calls the model several times.*such as AdamW"):
-            trainer(optimizer, model)
+        scaled = Trainer(model, optimizer, BATCHES, device="cpu", precision=SCALED, loss_fn=mean_square)
+        with pytest.raises(ConfigError, match=r"^precision: \w+ calls the model several times .*use bf16 or fp32"):
+            scaled.fit(1)
+    for several in (lbfgs, {"one": lbfgs}):
+        with pytest.raises(
+            ConfigError, match=r"^optimizer: LBFGS calls the model several times in one step, and a trai"
+        ):
+            with_training_step(model, several)
 
 
 @pytest.mark.parametrize(
     ("several", "shown"), [(lambda one: [one, one], "list of 2"), (lambda one: {"all": one}, "dict of 1")]
 )
 def test_several_optimizers_are_refused(several: Any, shown: str, model: torch.nn.Linear) -> None:
-    with pytest.raises(ConfigError, match=rf"^optimizer: a {shown} cannot be used; .*HybridOptimizer$"):
+    with pytest.raises(ConfigError, match=rf"^optimizer: a {shown} cannot be used; .*HybridOptimizer; with a training"):
         trainer(several(sgd(model)), model)
 
 
@@ -68,8 +83,10 @@ def test_a_scheduler_of_another_optimizer_is_refused(model: torch.nn.Linear) -> 
 def test_a_scheduler_that_needs_the_loss_is_refused(model: torch.nn.Linear) -> None:
     optimizer = sgd(model)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(ConfigError, match=r"^scheduler: ReduceLROnPlateau needs metrics at each .*such as LambdaLR"):
-        trainer(optimizer, model, plateau)
+    chained = lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 1)])
+    chained._schedulers.append(plateau)  # type: ignore[arg-type]  # torch would take it in this way
+    with pytest.raises(ConfigError, match=r"^scheduler: ReduceLROnPlateau needs metrics at each .*by itself"):
+        trainer(optimizer, model, chained)
     for wrong, shown in (
         ([plateau], "a list of 1"),
         (lr_scheduler.LambdaLR, "not the class LambdaLR"),
@@ -162,3 +179,61 @@ def test_weights_that_are_trained_and_not_in_the_model_are_said(model: torch.nn.
     assert warnings_of(model) == ""
     assert "trains 2 tensors that are not in the model: no checkpoint" in warnings_of(model, criterion)
     assert "has no weight of this model, so nothing of it is trained" in warnings_of(criterion)
+
+
+def test_a_plateau_without_evaluations_or_with_another_mode_is_refused(model: torch.nn.Linear) -> None:
+    optimizer = sgd(model)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
+    evaluated = {"evaluator": lambda model, should_stop: {"loss": 1.0}}
+    for config, options in (({"eval": {"every_steps": 1}}, {}), ({}, evaluated)):
+        with pytest.raises(
+            ConfigError, match=r"^scheduler: ReduceLROnPlateau lowers .* and this run has none: set eval"
+        ):
+            Trainer(model, optimizer, BATCHES, device="cpu", scheduler=plateau, config=config, **options)  # type: ignore[arg-type]
+    config = {"eval": {"every_steps": 1, "monitor": "accuracy", "mode": "max", "metrics": ACCURACY}}
+    with pytest.raises(
+        ConfigError, match=r"^scheduler: ReduceLROnPlateau has mode min, and of eval\.monitor: accuracy the "
+    ):
+        Trainer(model, optimizer, BATCHES, device="cpu", scheduler=plateau, config=config, **evaluated)  # type: ignore[arg-type]
+
+
+ACCURACY = [{"name": "accuracy", "factory": "torchmetrics:Accuracy"}]
+
+
+def test_schedulers_of_several_optimizers_are_named_as_these_are(model: torch.nn.Linear) -> None:
+    optimizer = sgd(model)
+    step = lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(
+        ConfigError, match=r"^scheduler: must be a dict .*names of those that it is for \(one\), not a StepLR"
+    ):
+        with_training_step(model, {"one": optimizer}, step)
+    with pytest.raises(ConfigError, match=r"^scheduler: there is no optimizer two; the optimizers are one"):
+        with_training_step(model, {"one": optimizer}, {"two": step})
+    with pytest.raises(ConfigError, match=r"^scheduler: must be a torch.optim.lr_scheduler.LRScheduler, not a float"):
+        with_training_step(model, {"one": optimizer}, {"one": 0.1})
+    with pytest.raises(ConfigError, match=r"^optimizer: must be a torch.optim.Optimizer, not a float"):
+        with_training_step(model, {"one": 0.1})
+    with_training_step(model, {"one": optimizer}, {"one": step})
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [
+        ({"compile": True}, "compile"),
+        ({"ooo_backprop": True}, "ooo_backprop"),
+        ({"data": {"loss_normalization": "tokens"}}, "data.loss_normalization: tokens"),
+    ],
+)
+def test_what_needs_the_loop_to_call_the_model_is_refused_beside_a_training_step(
+    config: dict[str, Any], shown: str, model: torch.nn.Linear
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{shown}: a training_step calls the model in its own way"):
+        with_training_step(model, sgd(model), config=config)
+
+
+@pytest.mark.parametrize("wrong", [lambda model, batch: torch.ones(()), torch.nn.MSELoss, "train"])
+def test_a_training_step_that_cannot_be_called_is_refused(wrong: Any, model: torch.nn.Linear) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^training_step: must be a function of the model, a batch and the step, not "
+    ):
+        Trainer(model, sgd(model), BATCHES, device="cpu", training_step=wrong)

@@ -49,6 +49,7 @@ class InitialWeights:
         tokenizer: the `spec` of the tokenizer that they were trained with; None if the source does not say.
         averaged: whether they are the averaged weights of a run with `optimizer.ema`.
         model: the `model` section of the configuration that they were trained with; None if the source does not say.
+        base: of adapters, the sums of the files of the frozen weights beside them; else None.
     """
 
     source: Path
@@ -56,6 +57,7 @@ class InitialWeights:
     tokenizer: dict[str, Any] | None
     averaged: bool
     model: dict[str, Any] | None
+    base: dict[str, str] | None
 
 
 def load_initial_weights(
@@ -132,7 +134,15 @@ def _load(
         tokenizer=source.tokenizer,
         averaged=source.averaged,
         model=source.model,
+        base=source.base,
     )
+
+
+def is_hugging_face_folder(path: Path) -> bool:
+    """Whether a path is a folder with weights as `save_pretrained` writes them, and no checkpoint of ours."""
+    files = (HUGGING_FACE_CONFIG, HUGGING_FACE_WEIGHTS, HUGGING_FACE_INDEX, MANIFEST)
+    config, weights, index, manifest = ((path / name).exists() for name in files)
+    return config and (weights or index) and not manifest
 
 
 # ---------------------------------------------------------------------- finding
@@ -146,6 +156,7 @@ class _Source:
     is_hugging_face: bool = False
     averaged: bool = False
     model: dict[str, Any] | None = None
+    base: dict[str, str] | None = None
 
 
 def _find(path: Path, warn: Callable[[str], None]) -> _Source:
@@ -197,7 +208,7 @@ def _from_checkpoint(path: Path, *, verify: bool) -> _Source:
             check_files(fs, path, manifest)
         trees = read_trees(fs, path, manifest)
         average = stored_average(path, trees)
-        tokenizer, config = saved_parts(trees, "tokenizer", "config")
+        tokenizer, config, base = saved_parts(trees, "tokenizer", "config", "base")
     section = config.get("model") if isinstance(config, dict) else None
     return _Source(
         path,
@@ -205,6 +216,7 @@ def _from_checkpoint(path: Path, *, verify: bool) -> _Source:
         tokenizer=tokenizer,
         averaged=bool(average),
         model=section if isinstance(section, dict) else None,
+        base=base,
     )
 
 

@@ -290,7 +290,8 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "safetensors  one plain file with the model's own names, which safetensors.torch.load_model loads\n"
         "huggingface  a folder that transformers loads, with the tokenizer where it has that form: of the reference\n"
         "             transformer as a Llama (with qk_norm as a Qwen3), of a model of Hugging Face by its own\n"
-        "             save_pretrained\n"
+        "             save_pretrained, with its adapters (model.lora) merged into its weights\n"
+        "peft         a folder with the adapters alone, which peft loads beside the weights of model.hf_folder\n"
         "\n"
         "Where the run kept an average of the weights (optimizer.ema), the average is written, as it was evaluated.\n"
         "The copy is there in full or not at all.",
@@ -305,7 +306,10 @@ def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="where to: a folder, or for safetensors a file that ends in .safetensors",
     )
     parser.add_argument(
-        "--format", choices=("safetensors", "huggingface"), default="safetensors", help="(default: safetensors)"
+        "--format",
+        choices=("safetensors", "huggingface", "peft"),
+        default="safetensors",
+        help="(default: safetensors)",
     )
     parser.add_argument(
         "--dtype",
@@ -356,14 +360,20 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
     with output.reading_progress("exporting", size) as fs:
         if args.format == "safetensors":
             return export_safetensors(model, args.out, dtype=dtype, replace=args.force, fs=fs), []
+        from speedtronic.model.hugging_face import check_base, has_adapters, merged
         from speedtronic.model.transformer import NORM_EPS
 
         tokenizer, notes = _tokenizer(model)
         options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "replace": args.force, "fs": fs}
         module = _custom_model(args)
+        adapters = module is not None and has_adapters(module)
+        if args.format == "peft" and not adapters:
+            raise ConfigError("--format peft: this model has no adapters (model.lora); use --format huggingface")
         if module is None:
             return export_hugging_face(model, args.out, norm_eps=NORM_EPS, **options), notes
-        return export_pretrained(model, module, args.out, **options), notes
+        check_base(module, model.base)
+        merge = merged if adapters and args.format == "huggingface" else None
+        return export_pretrained(model, module, args.out, merge=merge, **options), notes
 
 
 def _custom_model(args: argparse.Namespace) -> nn.Module | None:
@@ -380,7 +390,11 @@ def _custom_model(args: argparse.Namespace) -> nn.Module | None:
     if found.config.model.name in BUILT_IN_MODELS:
         return None
     import_plugins(found.config.plugins, found.folder)
-    return build_model(found.config)
+    model = found.config.model
+    if model.lora is not None and args.format == "huggingface":
+        # Adapters are merged into the weights as the folder has them, not as training kept them in less memory.
+        model.lora = model.lora.model_copy(update={"base": "float32"})
+    return build_model(model)
 
 
 def _open(args: argparse.Namespace) -> SavedModel:

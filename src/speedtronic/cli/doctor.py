@@ -107,11 +107,14 @@ def look_at_packages(requirements: list[str]) -> Iterator[Finding]:
 
     yield Finding("speedtronic", "ok", f"{__version__}, Python {sys.version.split()[0]} on {sys.platform}")
     missing: dict[str, list[str]] = {}
+    told: set[str] = set()
     for requirement in requirements:
         match = _REQUIREMENT.fullmatch(requirement)
         if match is None or match[3] == "dev":
             continue
         name, least, extra = match[1], match[2], match[3]
+        if name in told:  # several extras need it
+            continue
         try:
             found = version(name)
         except PackageNotFoundError:
@@ -120,6 +123,7 @@ def look_at_packages(requirements: list[str]) -> Iterator[Finding]:
             else:
                 missing.setdefault(extra, []).append(name)
             continue
+        told.add(name)
         if least is not None and _numbers(found) < _numbers(least):
             yield Finding(name, "problem", f"{found} is too old: at least {least}; pip install --upgrade {name}")
         else:

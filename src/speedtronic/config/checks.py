@@ -29,6 +29,12 @@ NOT_BUILT: Mapping[str, tuple[str, ...]] = {
 BUILT_IN_MODELS = frozenset({"reference_transformer", "gpt"})
 """The values of `model.name` that mean the reference transformer."""
 
+HUGGING_FACE = "hf"
+"""The value of `model.name` that means what the folder of a Hugging Face model describes."""
+
+REGISTERED = BUILT_IN_MODELS | {HUGGING_FACE}
+"""The values of `model.name` that no plugin has to register."""
+
 
 def refuse_what_is_not_built(config: SpeedtronicConfig) -> None:
     """Raise NotBuiltError naming every key that asks for a part this version does not have yet."""
@@ -56,7 +62,7 @@ def _is_asked(config: SpeedtronicConfig, key: str) -> bool:
     return value in NOT_BUILT[key] if NOT_BUILT[key] else value != section.defaults()[leaf]
 
 
-def refuse_what_cannot_be_trained(config: SpeedtronicConfig, registered: Collection[str] = BUILT_IN_MODELS) -> None:
+def refuse_what_cannot_be_trained(config: SpeedtronicConfig, registered: Collection[str] = REGISTERED) -> None:
     """Raise ConfigError with all that is certain to stop `train` before its first update.
 
     What only the data, the machine or a plugin can show is not looked at.
@@ -80,6 +86,15 @@ def refuse_what_cannot_be_trained(config: SpeedtronicConfig, registered: Collect
 def _not_built_in(config: SpeedtronicConfig, registered: Collection[str]) -> Iterator[str]:
     """A model that nothing can register, or that no built-in model can be."""
     model = config.model
+    if model.name == HUGGING_FACE:
+        if model.hf_folder is None:
+            yield NO_HF_FOLDER
+        if model.lora is not None and config.distributed.enabled:
+            yield (
+                "model.lora: nodes exchange whole models, and one with adapters has a part that stays as it is; train "
+                "it on one machine, or leave model.lora out"
+            )
+        return
     if model.name not in BUILT_IN_MODELS:
         if model.name not in registered and not config.plugins and config.data.dataset is None:
             yield unknown_model(model.name, registered)
@@ -92,6 +107,12 @@ def _not_built_in(config: SpeedtronicConfig, registered: Collection[str]) -> Ite
             f"model.d_model {model.d_model} / model.n_head {model.n_head} is an odd head width, "
             f"{model.d_model // model.n_head}; rotary embedding turns pairs, so it must be even"
         )
+
+
+NO_HF_FOLDER = (
+    "model.name: hf builds what the config.json of a folder describes; set run.init_from, or model.hf_folder, to a "
+    "folder that save_pretrained has written"
+)
 
 
 def unknown_model(name: str, registered: Collection[str]) -> str:

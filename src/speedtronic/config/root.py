@@ -131,6 +131,7 @@ class SpeedtronicConfig(Section):
         """Update the keys that follow others, first within each section, then across sections."""
         for section in (getattr(self, name) for name in sections()):
             section.resolve()
+        self.model.follow("hf_folder", self.run.init_from if self.model.name == "hf" else None)
         self.data.follow("vocab_size", self.model.vocab_size)
         self.data.follow("block_size", self.model.max_seq_len)
         self.data.follow("seed", self.run.seed)

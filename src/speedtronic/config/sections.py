@@ -19,6 +19,7 @@ from pydantic import (
     SecretStr,
     WithJsonSchema,
     WrapValidator,
+    model_validator,
 )
 
 from speedtronic.config.base import AutoSize, Section
@@ -140,11 +141,35 @@ Factory = Annotated[
     _check_match(_FACTORIES, "an importable factory, written package.module:function"),
     _schema_match(_FACTORIES),
 ]
+
+
+def _schema_choices(*names: str) -> WithJsonSchema:
+    """The names that an editor offers, or a factory."""
+    return WithJsonSchema({"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": f"^({_FACTORIES})$"}]})
+
+
 _LOSSES = rf"cross_entropy|mse|{_FACTORIES}"
 LossName = Annotated[
     str,
     _check_match(_LOSSES, "cross_entropy, mse, or an importable function, written package.module:function"),
     _schema_match(_LOSSES),
+]
+Betas = Annotated[list[Fraction], BeforeValidator(_as_list), Field(min_length=2, max_length=2)]
+OptimizerName = Annotated[
+    str,
+    _check_match(
+        rf"adamw|adamw8bit|muon|{_FACTORIES}",
+        "adamw, adamw8bit, muon, or an importable class or function, written package.module:class",
+    ),
+    _schema_choices("adamw", "adamw8bit", "muon"),
+]
+ScheduleName = Annotated[
+    str,
+    _check_match(
+        rf"cosine|constant|linear|wsd|{_FACTORIES}",
+        "cosine, constant, linear, wsd, or an importable function, written package.module:function",
+    ),
+    _schema_choices("cosine", "constant", "linear", "wsd"),
 ]
 FactoryList = Annotated[list[Factory], BeforeValidator(_as_list)]
 _METRICS = r"[A-Za-z_][\w-]{0,63}"
@@ -240,15 +265,33 @@ class RunConfig(Section):
     threads: Processors | None = Field(default=None, description="CPU threads; null leaves PyTorch's choice.")
 
 
+class LoraConfig(BaseModel):
+    """Adapters that are trained in place of the weights (LoRA)."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    r: Size = Field(description="Rank of the adapters.")
+    alpha: PositiveFloat | None = Field(default=None, description="Their scale is alpha / r. Null: 2 · r.")
+    dropout: Fraction = Field(default=0.0, description="Dropout probability of what goes into an adapter.")
+    targets: Annotated[list[Text], BeforeValidator(_as_list)] = Field(
+        default=[], description="Last names of the layers that get one, such as q_proj. None: all but the head."
+    )
+    base: Literal["float32", "bfloat16", "4bit"] = Field(
+        default="float32", description="How the frozen weights are kept; 4bit needs speedtronic[bitsandbytes]."
+    )
+
+
 class ModelConfig(Section):
     """The model and its sizes. A custom model reads the same keys, and `extra`."""
 
     section_name: ClassVar[str] = "model"
-    following: ClassVar[tuple[str, ...]] = ("n_kv_head", "d_ff")
+    following: ClassVar[tuple[str, ...]] = ("n_kv_head", "d_ff", "hf_folder")
 
     name: Text = Field(
         default="reference_transformer",
-        description="Registered model: reference_transformer, gpt, or one of a plugin.",
+        description="Registered model: reference_transformer, gpt, or one of a plugin. hf: the causal language model "
+        "that the config.json in hf_folder describes, which needs speedtronic[transformers]; of the sizes here it "
+        "takes max_seq_len alone.",
     )
     vocab_size: Size = Field(default=512, description="Vocabulary V, in token ids.")
     max_seq_len: Size = Field(default=128, description="Longest sequence T, in tokens.")
@@ -270,10 +313,27 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass to save memory."
     )
-    extra: PlainMapping = Field(default={}, description="Free keys, passed to the factory of a custom model.")
+    hf_folder: PathText | None = _follows(
+        "For name: hf, a folder that save_pretrained has written. Null: run.init_from."
+    )
+    lora: LoraConfig | None = Field(
+        default=None,
+        description="For name: hf, adapters that are trained in place of the weights of hf_folder, which stay frozen: "
+        "a mapping with r (their rank), and alpha (2 · r), dropout (0), targets (last names of the layers that get "
+        "one; all but the head) and base (float32, bfloat16 or 4bit: how the frozen weights are kept). Needs "
+        "speedtronic[peft]; 4bit needs speedtronic[bitsandbytes].",
+    )
+    extra: PlainMapping = Field(
+        default={},
+        description="Free keys, passed to the factory of a custom model; for name: hf, values in place of those of its "
+        "config.json.",
+    )
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        for key in ("hf_folder", "lora"):
+            if values.get(key) is not None and values.get("name", "hf") != "hf":
+                yield key, f"is for model.name: hf, not {values['name']}; leave it out"
         heads, kv_heads, width = (values.get(key) for key in ("n_head", "n_kv_head", "d_model"))
         if heads and width and width % heads:
             yield "d_model", f"{width} must be divisible by model.n_head, which is {heads}"
@@ -424,26 +484,76 @@ class DataConfig(Section):
         return "synthetic" if self.synthetic else None
 
 
+class ParameterGroup(BaseModel):
+    """Options of the parameters whose names match a pattern. What is null is as in `optimizer`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    match: Text = Field(
+        description="Pattern of whole parameter names, as a shell has them: * is any text, ? one character, [0-5] one "
+        "of these."
+    )
+    lr: NonNegativeFloat | None = Field(
+        default=None, description="Peak learning rate, whatever the algorithm; layer_decay comes on top."
+    )
+    weight_decay: NonNegativeFloat | None = Field(
+        default=None, description="Decoupled weight decay; of norms and biases with decay_1d alone."
+    )
+    betas: Betas | None = Field(default=None, description="AdamW's decay rates; Muon has none.")
+    eps: PositiveFloat | None = Field(default=None, description="AdamW's term in the denominator.")
+    frozen: bool = Field(default=False, description="Never train these parameters: the optimizer does not get them.")
+    train_from: CountOrZero = Field(default=0, description="Optimizer updates before the first that trains them.")
+    train_until: Count | None = Field(
+        default=None, description="Number of the last update that trains them; null: until the end."
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ParameterGroup:
+        if self.train_until is not None and self.train_until <= self.train_from:
+            raise ValueError(f"train_until {self.train_until} must be more than train_from {self.train_from}")
+        options = (self.lr, self.weight_decay, self.betas, self.eps, self.train_from or None, self.train_until)
+        if self.frozen and any(option is not None for option in options):
+            raise ValueError("frozen parameters have no other options: the optimizer does not get them")
+        return self
+
+
 class OptimizerConfig(Section):
     """The optimizer of the inner loop."""
 
     section_name: ClassVar[str] = "optimizer"
     following: ClassVar[tuple[str, ...]] = ("muon_lr",)
 
-    name: Literal["adamw", "muon"] = Field(
+    name: OptimizerName = Field(
         default="adamw",
-        description="adamw for all parameters, or muon for hidden matrices and AdamW for the rest.",
+        description="adamw for all parameters; adamw8bit, whose state takes a quarter of the memory and which needs "
+        "speedtronic[bitsandbytes]; or muon for hidden matrices and AdamW for the rest. Or an importable "
+        "class package.module:class, such as torch.optim:SGD, or a function; called with the parameter groups, lr and "
+        "args.",
     )
+    args: PlainMapping = Field(default={}, description="Keyword arguments of an optimizer that is named by its class.")
     lr: NonNegativeFloat = Field(default=3e-4, description="Peak learning rate.")
-    betas: Annotated[list[Fraction], BeforeValidator(_as_list), Field(min_length=2, max_length=2)] = Field(
-        default=[0.9, 0.95], description="AdamW's decay rates of the first and second moment."
-    )
+    betas: Betas = Field(default=[0.9, 0.95], description="AdamW's decay rates of the first and second moment.")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW's term in the denominator.")
     weight_decay: NonNegativeFloat = Field(default=0.1, description="Decoupled weight decay.")
     decay_1d: bool = Field(default=False, description="Decay norms and biases too, not only matrices.")
     fused: bool | None = Field(default=None, description="Fused AdamW kernel. Null: wherever torch has it.")
     grad_clip: PositiveFloat | None = Field(
         default=None, description="Largest global gradient norm; null does not clip."
+    )
+    grad_clip_value: PositiveFloat | None = Field(
+        default=None, description="Largest size of any entry of a gradient; null does not clip. Instead of grad_clip."
+    )
+    groups: Annotated[list[ParameterGroup], BeforeValidator(_as_list)] = Field(
+        default=[],
+        description="Options by the names of parameters: mappings with match and what differs from this section: lr, "
+        "weight_decay, betas, eps; frozen; train_from and train_until, numbers of updates. The first that matches "
+        "counts; one that is left nothing is refused.",
+    )
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Layer-wise learning rates: what follows the blocks that the model repeats has the full rate, the "
+        "last block this share of it, each block this share of the next one's, and what comes before them this share "
+        "of the first one's. Null: one rate.",
     )
     cautious: bool = Field(
         default=False, description="Keep only the entries of an update whose sign agrees with the gradient."
@@ -477,8 +587,13 @@ class OptimizerConfig(Section):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        if values.get("muon_plus") and values.get("name") == "adamw":
-            yield "muon_plus", "needs optimizer.name: muon, not adamw"
+        name = values.get("name", "muon")
+        if values.get("muon_plus") and name != "muon":
+            yield "muon_plus", f"needs optimizer.name: muon, not {name}"
+        if values.get("args") and name in ("adamw", "adamw8bit", "muon"):
+            yield "args", f"is for an optimizer that is named as package.module:class; {name} has keys of its own"
+        if values.get("grad_clip") and values.get("grad_clip_value"):
+            yield "grad_clip_value", "is instead of optimizer.grad_clip; leave one of the two out"
         if values.get("cautious_rescale") and values.get("cautious") is False:
             yield "cautious_rescale", "needs optimizer.cautious: true; only a cautious update is rescaled"
 
@@ -492,9 +607,13 @@ class SchedulerConfig(Section):
     section_name: ClassVar[str] = "scheduler"
     following: ClassVar[tuple[str, ...]] = ("max_steps", "warmup_steps")
 
-    name: Literal["cosine", "constant", "linear", "wsd"] = Field(
-        default="cosine", description="Curve after the warmup; wsd is warmup, stable, decay."
+    name: ScheduleName = Field(
+        default="cosine",
+        description="Curve after the warmup; wsd is warmup, stable, decay. Or an importable function "
+        "package.module:function; called with this section and args, returns a function from the number of updates so "
+        "far to a share of the peak learning rate.",
     )
+    args: PlainMapping = Field(default={}, description="Keyword arguments of a function that name names.")
     warmup_steps: FollowingCount = _follows(
         "Updates of linear warmup. Null: a tenth of max_steps, at most 100; a resumed run keeps the number."
     )
@@ -509,6 +628,14 @@ class SchedulerConfig(Section):
         description="Updates of the final decay of wsd, no more than follow the warmup. Null: a fifth of max_steps, or "
         "all that follow the warmup if those are fewer.",
     )
+
+    @classmethod
+    def contradictions(cls, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        if values.get("args") and ":" not in values.get("name", ":"):
+            yield (
+                "args",
+                f"is for a function that scheduler.name names as package.module:function, not {values['name']}",
+            )
 
     def resolve(self) -> None:
         self.follow("warmup_steps", min(100, self.max_steps // 10))
@@ -580,8 +707,8 @@ class CheckpointConfig(Section):
     )
     mirror: Text | None = Field(
         default=None,
-        description="A store for copies of the checkpoints: dir:///path, s3://bucket/prefix, …, one for each run. A "
-        "resumed run that finds an empty disk continues from there.",
+        description="A store for copies of the checkpoints: dir:///path, s3://bucket/prefix, …, one for each run; each "
+        "node of distributed has its own part of it. A resumed run that finds an empty disk continues from there.",
     )
     mirror_options: PlainMapping = Field(
         default={}, description="Free keys, passed to the store of mirror: endpoint, profile, region, …"
@@ -606,6 +733,7 @@ StepField = Literal[
     "gpu_busy_percent",
     "eta_s",
     "mfu",
+    "losses",
 ]
 
 

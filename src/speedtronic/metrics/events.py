@@ -40,7 +40,8 @@ EVENTS: Mapping[str, EventKind] = {
         "`…_per_sec` is a mean since `fit` began. `interval_…` is since the last step that was logged, without "
         "evaluations, and without a first step that compiles or loads the kernels of a card where others follow it; "
         "`interval_loss` is a mean of the finite losses, and `mfu` is of the interval too. Memory is read once a log. "
-        "`gpu_busy_percent` needs `speedtronic[gpu]`",
+        "`gpu_busy_percent` needs `speedtronic[gpu]`. With several optimizers `loss` is the sum of `losses`, which has "
+        "that of each by its name",
         (
             "step",
             "loss",
@@ -60,7 +61,7 @@ EVENTS: Mapping[str, EventKind] = {
             "peak_memory_bytes",
             "eta_s",
         ),
-        ("peak_reserved_bytes", "gpu_busy_percent", "mfu"),
+        ("peak_reserved_bytes", "gpu_busy_percent", "mfu", "losses"),
     ),
     "train_end": EventKind(
         "`fit` ends without an error",

@@ -16,7 +16,7 @@ _LONGEST_ETA = 1e10  # seconds, three centuries
 
 # What a line shows of a step of the trainer; the JSON lines, trackers and hooks get all.
 _SHOWN = ("step", "loss", "lr", "tokens_per_sec", "grad_norm")
-_OF_THE_TRAINER = frozenset({*EVENTS[TRAIN_STEP].keys, *EVENTS[TRAIN_STEP].sometimes})
+_OF_THE_TRAINER = frozenset({*EVENTS[TRAIN_STEP].keys, *EVENTS[TRAIN_STEP].sometimes} - {"losses"})
 
 # Text may come from anywhere: a path, an error, a generated sample. Control characters are escaped, so that they cannot
 # control the terminal.
@@ -90,6 +90,8 @@ def _field(key: str, value: Any) -> tuple[str, str, str]:
         return "", short_bytes(value), ""
     if key == "eta_s" and isinstance(value, int | float):
         return "eta ", duration(value), ""
+    if key == "losses" and isinstance(value, Mapping):
+        return "", ", ".join(f"{name} {_format_float('loss', loss)}" for name, loss in value.items()), ""
     if type(value) is float:
         text = _format_float(key, value)
     elif type(value) is int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -11,15 +12,20 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from speedtronic.config import OptimizerConfig
-from speedtronic.errors import ConfigError, warn
+from speedtronic.errors import ConfigError, MissingExtraError, warn
 from speedtronic.optimizers.adamw import COMPILED_FROM, CautiousAdamW
+from speedtronic.optimizers.cautious import CautiousOptimizer
 from speedtronic.optimizers.hybrid import HybridOptimizer
+from speedtronic.optimizers.options import AS_THE_SECTION_SAYS, Options, freeze, options_of
 from speedtronic.optimizers.routing import route_parameters
 from speedtronic.optimizers.without_dynamo import AdamW
 from speedtronic.precision import supports_fused_adamw
+from speedtronic.registry import call_factory
 
 Built = TypeVar("Built", bound=torch.optim.Optimizer)
 Named = tuple[str, nn.Parameter]
+OptionsOf = Mapping[nn.Parameter, Options]
+_NO_OPTIONS: OptionsOf = MappingProxyType({})
 
 
 def build_adamw(
@@ -28,9 +34,12 @@ def build_adamw(
     device: torch.device,
     *,
     compiled: bool = False,
+    blocks: Sequence[nn.Module] = (),
     warn: Callable[[str], None] = warn,
 ) -> torch.optim.AdamW:
     """Build AdamW (arXiv 1711.05101) over all trainable parameters of `model`; with `config.cautious` `CautiousAdamW`.
+
+    What `config.groups` never trains is frozen. `blocks` are those that the model repeats, for `config.layer_decay`.
 
     If `config.fused` is null, the fused kernel is used wherever torch has it: `supports_fused_adamw(device)` says so,
     or a step that is tried (`runs_fused_adamw`). A complex parameter rules it out. If torch refuses the fused kernel,
@@ -38,10 +47,9 @@ def build_adamw(
     not compile on this machine.
 
     Raises:
-        ConfigError: nothing in the model is trainable.
+        ConfigError: nothing in the model is trainable, or one of `config.groups` gets no parameter.
     """
-    groups = parameter_groups(model, weight_decay=config.weight_decay, decay_1d=config.decay_1d)
-    check_ownership(model, groups)
+    groups = _groups(model, config, blocks)
     compiled = compiled and config.cautious and _cautious_step_compiles(device, warn)
 
     def construct(**fused: bool) -> torch.optim.AdamW:
@@ -60,17 +68,31 @@ def build_adamw(
 
 
 def build_hybrid(
-    model: nn.Module, config: OptimizerConfig, device: torch.device, *, warn: Callable[[str], None] = warn
+    model: nn.Module,
+    config: OptimizerConfig,
+    device: torch.device,
+    *,
+    blocks: Sequence[nn.Module] = (),
+    warn: Callable[[str], None] = warn,
 ) -> HybridOptimizer:
     """Build `HybridOptimizer`: Muon for the hidden matrices of `model`, AdamW for its other trainable parameters.
 
     `route_parameters` tells them apart. AdamW trains all of a model that has no hidden matrix, and `warn` is told.
-    AdamW's fused kernel is chosen as in `build_adamw`.
+    AdamW's fused kernel, what is frozen, and `blocks` are as in `build_adamw`.
 
     Raises:
-        ConfigError: nothing in the model is trainable, or a module declares a role or a split that is not possible.
+        ConfigError: nothing in the model is trainable, one of `config.groups` gets no parameter, or a module declares a
+            role or a split that is not possible.
     """
-    groups = hybrid_groups(model, weight_decay=config.weight_decay, decay_1d=config.decay_1d)
+    freeze(model, config)
+    groups = hybrid_groups(
+        model,
+        weight_decay=config.weight_decay,
+        decay_1d=config.decay_1d,
+        lr=config.lr,
+        muon_lr=config.muon_lr,
+        options=options_of(model, config, blocks),
+    )
     check_ownership(model, groups)
 
     def construct(**fused: bool) -> HybridOptimizer:
@@ -100,27 +122,108 @@ def build_hybrid(
     return _fused_where_possible(construct, config, device, groups, warn)
 
 
-def parameter_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
+def build_adamw8bit(
+    model: nn.Module, config: OptimizerConfig, *, blocks: Sequence[nn.Module] = ()
+) -> torch.optim.Optimizer:
+    """Build AdamW whose two moments have 8 bits (Dettmers et al., arXiv 2110.02861) over all that `model` trains.
+
+    Each block of 256 entries has a scale of its own. Weights of less than 4,096 entries keep moments of 32 bits. With
+    `config.cautious` it steps within `CautiousOptimizer`.
+
+    Raises:
+        ConfigError: nothing in the model is trainable, or one of `config.groups` gets no parameter.
+        MissingExtraError: `bitsandbytes` is not installed.
+    """
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise MissingExtraError(
+            "optimizer.name: adamw8bit needs bitsandbytes; install speedtronic[bitsandbytes]"
+        ) from error
+    options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "weight_decay": config.weight_decay}
+    return _cautious_if_asked(AdamW8bit(_groups(model, config, blocks), **options), config)
+
+
+def build_named(
+    model: nn.Module, config: OptimizerConfig, *, blocks: Sequence[nn.Module] = ()
+) -> torch.optim.Optimizer:
+    """Build the optimizer that `config.name` names as `package.module:class`, over all trainable parameters of `model`.
+
+    It is called with the groups of `parameter_groups`, `lr` and `config.args`. With `config.cautious` it steps within
+    `CautiousOptimizer`.
+
+    Raises:
+        ConfigError: nothing in the model is trainable, one of `config.groups` gets no parameter, there is no such
+            class, it does not take these arguments, or it is no optimizer.
+    """
+    groups = _groups(model, config, blocks)
+    if repeated := config.args.keys() & {"lr"}:
+        raise ConfigError(f"optimizer.args: {', '.join(repeated)} is a key of the section itself; set optimizer.lr")
+    try:
+        optimizer = call_factory(config.name, groups, key="optimizer.name", args={"lr": config.lr, **config.args})
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"optimizer.name: {config.name}: {error}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer.name: {config.name} returned {type(optimizer).__name__}, which is no torch.optim.Optimizer"
+        )
+    check_ownership(model, optimizer.param_groups)
+    return _cautious_if_asked(optimizer, config)
+
+
+def _cautious_if_asked(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> torch.optim.Optimizer:
+    return CautiousOptimizer(optimizer, rescale=config.cautious_rescale) if config.cautious else optimizer
+
+
+def _groups(model: nn.Module, config: OptimizerConfig, blocks: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """The groups of an optimizer that trains everything in one way; what `config.groups` never trains is frozen."""
+    freeze(model, config)
+    groups = parameter_groups(
+        model,
+        weight_decay=config.weight_decay,
+        decay_1d=config.decay_1d,
+        lr=config.lr,
+        options=options_of(model, config, blocks),
+    )
+    check_ownership(model, groups)
+    return groups
+
+
+def parameter_groups(
+    model: nn.Module, *, weight_decay: float, decay_1d: bool, lr: float = 0.0, options: OptionsOf = _NO_OPTIONS
+) -> list[dict[str, Any]]:
     """Split the trainable parameters of `model` into matrices and the rest.
 
     Matrices (two dimensions and more) decay. Norms, biases and other vectors decay only with `decay_1d`. They are two
     groups in both cases, so that a resumed run may change `decay_1d`. Frozen parameters belong to no group, tied ones
-    to one. Empty groups are left out.
+    to one. Parameters with `options` of their own have groups of their own, after the others; `lr` is what their rates
+    are scaled from. Empty groups are left out.
 
     Raises:
         ConfigError: nothing in the model is trainable.
     """
     _check_shapes_are_known(model)
     trainable = [named for named in model.named_parameters() if named[1].requires_grad]
-    return _without_empty_groups(_matrices_and_the_rest(trainable, weight_decay, decay_1d))
+    return _without_empty_groups(_matrices_and_the_rest(trainable, weight_decay, decay_1d, lr, options))
 
 
-def hybrid_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
+def hybrid_groups(
+    model: nn.Module,
+    *,
+    weight_decay: float,
+    decay_1d: bool,
+    lr: float = 0.0,
+    muon_lr: float = 0.0,
+    options: OptionsOf = _NO_OPTIONS,
+) -> list[dict[str, Any]]:
     """Split the trainable parameters of `model` into the groups of a `HybridOptimizer`.
 
-    AdamW's matrices (embeddings and heads too) and its other parameters come first, with weight decay as in
-    `parameter_groups`. So the learning rate of the first group, which a run reports, is `optimizer.lr`. One group with
-    the matrices of Muon follows, and then one more group for each kind of split. Empty groups are left out.
+    AdamW's matrices (embeddings and heads too) and its other parameters come first, with weight decay and `options` as
+    in `parameter_groups`. So the learning rate of the first group, which a run reports, is `optimizer.lr`. One group
+    with the matrices of Muon follows, and then one more group for each kind of split and options. Empty groups are left
+    out.
 
     Raises:
         ConfigError: nothing in the model is trainable, or a module declares a role or a split that is not possible.
@@ -130,11 +233,14 @@ def hybrid_groups(model: nn.Module, *, weight_decay: float, decay_1d: bool) -> l
     by_split: dict[tuple[int, ...] | None, list[Named]] = {None: []}
     for name, parameter in routing.muon:
         by_split.setdefault(routing.splits.get(name), []).append((name, parameter))
-    adamw = _matrices_and_the_rest(routing.adamw, weight_decay, decay_1d)
-    return _without_empty_groups(
-        [{**group, "algorithm": "adamw"} for group in adamw]
-        + [{**_members(matrices), "algorithm": "muon", "split": split} for split, matrices in by_split.items()]
-    )
+    adamw = _matrices_and_the_rest(routing.adamw, weight_decay, decay_1d, lr, options)
+    muon = [
+        {**_members(members), "algorithm": "muon", "split": split, **own.of_group(muon_lr, adamw=False)}
+        | ({} if own.weight_decay is None else {"weight_decay": own.weight_decay})
+        for split, matrices in by_split.items()
+        for own, members in _by_options(matrices, options)
+    ]
+    return _without_empty_groups([{**group, "algorithm": "adamw"} for group in adamw] + muon)
 
 
 def _check_shapes_are_known(model: nn.Module) -> None:
@@ -145,13 +251,24 @@ def _check_shapes_are_known(model: nn.Module) -> None:
         )
 
 
-def _matrices_and_the_rest(trained: Sequence[Named], weight_decay: float, decay_1d: bool) -> list[dict[str, Any]]:
-    matrices = [named for named in trained if named[1].ndim >= 2]
-    rest = [named for named in trained if named[1].ndim < 2]
-    return [
-        {**_members(matrices), "weight_decay": weight_decay},
-        {**_members(rest), "weight_decay": weight_decay if decay_1d else 0.0},
-    ]
+def _matrices_and_the_rest(
+    trained: Sequence[Named], weight_decay: float, decay_1d: bool, lr: float, options: OptionsOf
+) -> Iterator[dict[str, Any]]:
+    for own, named in _by_options(trained, options):
+        decay = weight_decay if own.weight_decay is None else own.weight_decay
+        for members, decays in (
+            ([one for one in named if one[1].ndim >= 2], True),
+            ([one for one in named if one[1].ndim < 2], decay_1d),
+        ):
+            yield {**_members(members), "weight_decay": decay if decays else 0.0, **own.of_group(lr, adamw=True)}
+
+
+def _by_options(named: Sequence[Named], options: OptionsOf) -> Iterator[tuple[Options, list[Named]]]:
+    """The parameters by their options, those without any first."""
+    parts: dict[Options, list[Named]] = {AS_THE_SECTION_SAYS: []}
+    for name, parameter in named:
+        parts.setdefault(options.get(parameter, AS_THE_SECTION_SAYS), []).append((name, parameter))
+    yield from parts.items()
 
 
 def _members(named: Sequence[Named]) -> dict[str, Any]:
@@ -159,7 +276,7 @@ def _members(named: Sequence[Named]) -> dict[str, Any]:
     return {"params": [parameter for _, parameter in named], "param_names": [name for name, _ in named]}
 
 
-def _without_empty_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_empty_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise ConfigError("the model has no trainable parameter: set requires_grad on the parameters to train")

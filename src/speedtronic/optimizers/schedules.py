@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from speedtronic.config import SchedulerConfig
 from speedtronic.errors import ConfigError
+from speedtronic.registry import call_factory
 
 Schedule = Callable[[int], float]
 
@@ -26,19 +29,33 @@ DEFAULT_DECAY_FRACTION = 0.2
 def learning_rate_schedule(config: SchedulerConfig) -> Schedule:
     """Return the factor of the base learning rate as a function of the 0-based optimizer step.
 
+    A function that `config.name` names as `package.module:function` is called with the section and its `args`, and
+    returns the curve after the warmup.
+
     Raises:
-        ConfigError: the decay of `wsd` would begin before its warmup has ended.
+        ConfigError: the decay of `wsd` would begin before its warmup has ended, or there is no such function, or it
+            returns no function.
     """
     if (problem := config.check_decay()) is not None:
         raise ConfigError(f"scheduler.decay_steps: {problem}")
-    after_warmup = _AFTER_WARMUP[config.name]
+    after_warmup = partial(_AFTER_WARMUP[config.name], config) if config.name in _AFTER_WARMUP else _own_curve(config)
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return max(1e-8, (step + 1) / config.warmup_steps)
-        return after_warmup(config, step)
+        return after_warmup(step)
 
     return factor
+
+
+def _own_curve(config: SchedulerConfig) -> Schedule:
+    curve: Any = call_factory(config.name, config, key="scheduler.name", args=config.args)
+    if not callable(curve):
+        raise ConfigError(
+            f"scheduler.name: {config.name} returned {type(curve).__name__}, not a function from the number of updates "
+            "to a share of the peak learning rate"
+        )
+    return curve  # type: ignore[no-any-return]  # what it returns is the user's
 
 
 def _constant(config: SchedulerConfig, step: int) -> float:

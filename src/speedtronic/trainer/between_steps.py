@@ -16,6 +16,7 @@ from speedtronic.trainer.callbacks import Callbacks, RunView
 from speedtronic.trainer.monitor import Monitor, emit_evaluation
 from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.saving import CheckpointSaver
+from speedtronic.trainer.schedule import advance_by_evaluation
 from speedtronic.trainer.signals import SignalWatch
 from speedtronic.trainer.state import Run
 
@@ -84,6 +85,7 @@ class BetweenSteps:
         self.evaluated_at: int | None = None
         self.eval_loss: float | None = None
         self._ended = False
+        self._weights: set[nn.Parameter] = set()  # by identity
         self._run = run
         self._callbacks = callbacks
         self._evaluator = evaluator
@@ -103,6 +105,7 @@ class BetweenSteps:
         self._asks_alone = self._group.size > 1 and bool(self._group.reduce(int(bool(self._callbacks)), "max"))
         self._stop_early("before: ")
         self._callbacks.call("on_train_start", self.view)
+        self._weights = set(self._run.model.parameters())
         self._agree()
         if self.view.saving:
             self._save()
@@ -166,6 +169,7 @@ class BetweenSteps:
         assert self._evaluator is not None
         # A step that is not finite raises here.
         self._settle()
+        self._look_for_new_weights()
         averaged = self._run.averaged_model
         model = self._run.model if averaged is None else averaged
         rng = capture_rng_state()
@@ -179,7 +183,8 @@ class BetweenSteps:
             self.evaluated_at, self.eval_loss = self._run.step, numbers["loss"]
             emit_evaluation(self._run.logger, self._run.step, numbers)
             self.view.evaluation = numbers
-            self._monitor.note(self._run.step, numbers)
+            if self._monitor.note(self._run.step, numbers):
+                advance_by_evaluation(self._run.scheduler, self._monitor.value(numbers))
             self._stop_early("")
             self._callbacks.call("on_eval_end", self.view)
             self._agree()
@@ -201,12 +206,31 @@ class BetweenSteps:
         if self.view.step < self.view.target:
             self._run.logger.info(f"stopped early {when}{reason}")
 
+    def _look_for_new_weights(self) -> None:
+        """Say which weights a callback has put into the model since `fit` began, and what does not have them."""
+        new = {name: p for name, p in self._run.model.named_parameters() if p not in self._weights}
+        if not new:
+            return
+        self._weights.update(new.values())
+        trained = {id(p) for group in self._run.optimizer.param_groups for p in group["params"]}
+        problems = ["a resumed run has to make the model with them"]
+        if self._run.averaged_model is not None:
+            problems.insert(0, "they are not in the average (optimizer.ema), which has the model as it was")
+        if any(id(p) not in trained for p in new.values()):
+            problems.insert(0, "the optimizer does not have all of them: add them with optimizer.add_param_group")
+        more = f" and {len(new) - 4} more" if len(new) > 4 else ""
+        self._run.logger.warning(
+            f"the model has weights that it did not have when fit began: {', '.join(list(new)[:4])}{more}; "
+            f"{'; '.join(problems)}"
+        )
+
     def _save(self) -> None:
         """Save this step, unless that has been done and no callback asks for it again."""
         assert self._saver is not None
         if self.view.saving or not self._saver.holds(self._run.step):
             # A step that is not finite raises here, so that it never becomes a checkpoint.
             self._settle()
+            self._look_for_new_weights()
             self.view.saving = False
             self._saver.save(self._run.step, self._state_dict())
             self._tell_of_checkpoints()

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError
 from speedtronic.metrics import MetricLogger
 from speedtronic.trainer.readback import Update
+from speedtronic.trainer.schedule import Schedule
 from speedtronic.trainer.state import Run
 
 Moment = Literal["on_train_start", "on_step_end", "on_eval_end", "on_checkpoint", "on_train_end"]
@@ -74,7 +74,7 @@ class RunView:
         return self._run.optimizer
 
     @property
-    def scheduler(self) -> LRScheduler | None:
+    def scheduler(self) -> Schedule | None:
         """The schedule of the learning rate. It sets the rates again after the next step."""
         return self._run.scheduler
 
@@ -92,6 +92,11 @@ class RunView:
     def loss(self) -> float | None:
         """The loss of the last step, or None before the first. On an accelerator, reading it waits for the step."""
         return None if self._update is None else float(self._update.loss)
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """The losses of the last step by the names of several optimizers; empty with one, and before the first step."""
+        return {} if self._update is None else self._update.losses
 
     @property
     def grad_norm(self) -> float | None:

@@ -102,8 +102,11 @@ def _loss_alone(model: nn.Module) -> Callable[..., Any]:
     return loss_alone
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module, key: str = "compile_options.regional") -> list[nn.Module]:
     """The blocks that a model repeats: those in `model.blocks`, else the largest list of modules of one class.
+
+    Args:
+        key: of the configuration, which asks for them.
 
     Raises:
         ConfigError: the model has no such list.
@@ -116,9 +119,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     found = [blocks for blocks in found if any(blocks[0].children()) and "forward" not in vars(blocks[0])]
     if not found:
         raise ConfigError(
-            f"compile_options.regional compiles the blocks that a model repeats, and {type(model).__name__} has no "
-            "list of several modules of one class: keep them in a ModuleList named `blocks`, or set it to false, which "
-            "compiles the whole model"
+            f"{key} is about the blocks that a model repeats, and {type(model).__name__} has no list of several "
+            "modules of one class: keep them in a ModuleList named `blocks`, or leave it out"
         )
     return max(found, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 

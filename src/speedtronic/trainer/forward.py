@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -217,6 +218,10 @@ class Forward:
         self._not_given = [p.name for p in by_place][2 if self._takes_second else 1 :]
         self._not_given += [f"*{p.name}" for p in parameters if p.kind is p.VAR_POSITIONAL]
 
+    def autocast(self) -> AbstractContextManager[None]:
+        """Within it, operations compute in the dtypes of the precision plan."""
+        return autocast_context(self._plan)
+
     def __call__(self, model: Callable[..., Any], batch: Any) -> MeanLoss:
         """Return the mean loss of `batch`, attached to the graph.
 
@@ -260,6 +265,11 @@ class Forward:
         except (TypeError, RuntimeError) as error:  # the latter from scripted and traced modules
             if self._signature is not None and not _binds(self._signature, args, keywords):
                 self._refuse(batch)
+            if any(isinstance(value, np.ndarray) for value in (*args, *keywords.values())):
+                error.add_note(
+                    "the batch holds NumPy arrays, which a model is given as they are; make tensors of them in the "
+                    "collate function, such as torch.from_numpy(array)"
+                )
             if self._takes_any_key and (unnamed := [str(key) for key in keywords if key not in self._names]):
                 error.add_note(f"{self._title} was also given columns of the batch that it does not name: {unnamed}")
             raise

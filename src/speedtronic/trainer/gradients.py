@@ -133,12 +133,21 @@ def _micro_batches_in(part: Any) -> int:
     return len(part.samples) if isinstance(part, Merged) else 1
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], max_norm: float | None, max_value: float | None = None
+) -> Tensor:
     """Return the 2-norm of all gradients together, a 0-dim tensor, from before the clipping.
 
-    Where the norm exceeds `max_norm`, all gradients are scaled down by one factor, so that it is `max_norm`. With None
-    they stay as they are.
+    Where the norm exceeds `max_norm`, all gradients are scaled down by one factor, so that it is `max_norm`. Then every
+    entry is brought into [-max_value, max_value]. With None they stay as they are.
     """
+    norm = _clip_norm(parameters, max_norm)
+    if max_value is not None:
+        nn.utils.clip_grad_value_(parameters, max_value)
+    return norm
+
+
+def _clip_norm(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if len({(type(g), g.dtype, g.device, g.layout) for g in gradients}) == 1 and _are_plain(gradients[0]):
         return _clip_alike(gradients, max_norm)

@@ -36,8 +36,8 @@ class Monitor:
         self._counted = 0  # the step of the last one
         self._measured: tuple[int, float] | None = None
 
-    def note(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Take in an evaluation after `step`.
+    def note(self, step: int, numbers: Mapping[str, Any]) -> bool:
+        """Take in an evaluation after `step`, and return whether it counts.
 
         Raises:
             ConfigError: it has no number of the name that is monitored.
@@ -46,12 +46,13 @@ class Monitor:
         self._measured = step, value
         every = self._section.every_steps
         if every is None or step % every or step == self._counted:
-            return
+            return False
         self._counted = step
         if self.improves(value, self._best):
             self._best, self._best_step, self._without = value, step, 0
         else:
             self._without += 1
+        return True
 
     def value(self, numbers: Mapping[str, Any]) -> float:
         """The number of an evaluation that is monitored. Raises as `note` does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -27,19 +28,29 @@ class NonFiniteGuard:
         policy: what to do about a bad update; `ignore` applies it.
         optimizer: applies the updates.
         model: the owner of the buffers that are put back; without it none are.
+        on_host: whether the host is to know of each update whether it was refused, even if a fused optimizer could do
+            without.
 
     Attributes:
         refused: whether the host knows that the last update was refused.
     """
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module | None = None,
+        *,
+        on_host: bool = False,
+    ) -> None:
         self._policy = policy
         self._buffers = running_statistics(model) if model is not None and policy != "ignore" else []
         self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._optimizer = optimizer
         # torch's fused kernels for MPS take `found_inf`, and do not look at it (FusedAdamWKernelImpl.mm of torch 2.9).
         on_mps = any(p.device.type == "mps" for group in optimizer.param_groups for p in group["params"])
-        self._takes_verdict = bool(vars(optimizer).get("_step_supports_amp_scaling", False)) and not on_mps
+        supports = bool(vars(optimizer).get("_step_supports_amp_scaling", False))
+        self._takes_verdict = supports and not on_mps and not on_host
         self._bad: Tensor | None = None
         self.refused = False
 
@@ -93,6 +104,44 @@ class NonFiniteGuard:
             if not self.refused:
                 self._optimizer.step()
         self.put_buffers_back(bad)
+
+    def step_with_closure(self, evaluate: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Let an optimizer that calls the model several times make its step, and undo it if something is not finite.
+
+        Args:
+            evaluate: computes the gradients for the weights of now; returns loss and gradient norm.
+
+        Returns:
+            Loss and norm of the first evaluation, or those that are not finite; and 1.0 if the update was refused.
+        """
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def closure() -> Tensor:
+            loss, norm = evaluate()
+            seen.append((loss, norm, self.inspect(loss, norm)))
+            if self._policy != "ignore" and bool(seen[-1][2].item()):
+                raise _NotFiniteError
+            return loss
+
+        weights = [p for group in self._optimizer.param_groups for p in group["params"]]
+        before = [weight.detach().clone() for weight in weights]
+        try:
+            self._optimizer.step(closure)  # type: ignore[arg-type]  # torch's own optimizers take a tensor too
+        except _NotFiniteError:
+            with torch.no_grad():
+                for weight, kept in zip(weights, before, strict=True):
+                    weight.copy_(kept)
+            # What it remembers is of a step that was not made, so it starts over.
+            self._optimizer.state.clear()
+            self.put_buffers_back()
+            self.refused = True
+            return seen[-1]
+        self.refused = False
+        return seen[0]
+
+
+class _NotFiniteError(Exception):
+    """Ends a step of an optimizer that was evaluating the model."""
 
 
 def nonfinite_error(step: int, *, loss: float, norm: float, no_target: bool = False) -> NonFiniteError:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Update:
         micro_batches: micro batches of this update.
         loss, grad_norm, bad: 0-dim tensors; `bad` is 1.0 where the update was not applied.
         at: host clock in seconds. On CUDA it is when the device was done, once the numbers were read.
+        losses: those of several optimizers, by their names; empty where there is one.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Update:
     grad_norm: Tensor
     bad: Tensor
     at: float
+    losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

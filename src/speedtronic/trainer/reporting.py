@@ -155,6 +155,8 @@ class StepReporter:
             # Of data without tokens nobody knows it, and that of a compilation says nothing.
             known = tokens_per_sec and not (self._warms_up and self._steps == 1)
             record["mfu"] = self._utilisation(tokens_per_sec) if known else None
+        if update.losses:
+            record["losses"] = dict(update.losses)
         self.records.append(record)
         if update.step % self._every == 0:
             self._end_interval(recently / interval.steps, update.at)

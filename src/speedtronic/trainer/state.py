@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from speedtronic.checkpoint import capture_rng_state, restore_rng_state
 from speedtronic.checkpoint.sharing import gather_states
@@ -23,11 +21,13 @@ from speedtronic.data.loading.sampler import derive_seed
 from speedtronic.errors import CheckpointError, DataError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
+from speedtronic.optimizers.optimizer_set import OptimizerSet
 from speedtronic.precision import PrecisionPlan, make_grad_scaler
 from speedtronic.ranks import Group
 from speedtronic.trainer.ema import WeightAverage
 from speedtronic.trainer.monitor import Monitor
 from speedtronic.trainer.reporting import Counters
+from speedtronic.trainer.schedule import Schedule, recompute_learning_rates
 from speedtronic.trainer.sync import SyncCoordinator
 
 
@@ -37,7 +37,7 @@ class Run(Protocol):
     config: SpeedtronicConfig
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler | None
+    scheduler: Schedule | None
     coordinator: SyncCoordinator | None
     device: torch.device
     precision: PrecisionPlan
@@ -260,6 +260,16 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     Raises:
         CheckpointError: the state is of another optimizer, or of other parameters.
     """
+    if isinstance(optimizer, OptimizerSet):
+        saved, own = state.get("optimizers", {}), optimizer.optimizers
+        if saved.keys() != own.keys():
+            raise CheckpointError(
+                f"the checkpoint has the optimizers {', '.join(saved) or 'of a run with one'}, and this run has "
+                f"{', '.join(own)}: continue with those that wrote it, or start from its weights alone"
+            )
+        for name, one in own.items():
+            load_optimizer(one, saved[name])
+        return
     try:
         _check_algorithms(state["param_groups"], optimizer.param_groups)
         _check_names(state["param_groups"], optimizer.param_groups)
@@ -302,23 +312,3 @@ def _check_names(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None
     problems = [f"{name} was not trained there" for name in sorted(here - there)]
     problems += [f"{name} is not trained here" for name in sorted(there - here)]
     raise ValueError("; ".join(problems) or "it has the same parameters in other groups or in another order")
-
-
-def recompute_learning_rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
-    """Set each LR to that of the schedule at its current step."""
-    if isinstance(scheduler, LambdaLR):
-        for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = base * factor(scheduler.last_epoch)
-
-
-def move_schedule(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, steps: int) -> None:
-    """Move the schedule by some steps; back, where they are negative and the schedule can."""
-    if isinstance(scheduler, LambdaLR):
-        scheduler.last_epoch += steps
-        recompute_learning_rates(optimizer, scheduler)
-    elif scheduler is not None:
-        with warnings.catch_warnings():
-            # torch warns of a scheduler that moves before the first optimizer step. Here that is meant.
-            warnings.simplefilter("ignore")
-            for _ in range(steps):
-                scheduler.step()

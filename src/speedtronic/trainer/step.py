@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from speedtronic.config import SpeedtronicConfig
-from speedtronic.errors import DataError, InputError, ModelError, RankError, ScalerOverflowError
+from speedtronic.errors import ConfigError, DataError, InputError, ModelError, RankError, ScalerOverflowError
 from speedtronic.metrics import MetricLogger
 from speedtronic.model.wrappers import unwrapped
 from speedtronic.ranks import Group
@@ -24,6 +25,7 @@ from speedtronic.trainer.nonfinite import NonFiniteGuard, running_statistics
 from speedtronic.trainer.out_of_memory import is_out_of_memory
 from speedtronic.trainer.profiling import phase
 from speedtronic.trainer.reduction import average_buffers
+from speedtronic.trainer.unsupported import needs_closure
 
 # A scaler starts at 2¹⁶ and halves at each overflow. A run that still overflows after this many halvings in a row
 # multiplies its loss by less than 2⁻⁴⁸ and will not recover.
@@ -52,8 +54,16 @@ class Outcome(NamedTuple):
     applied: bool
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """The parameters that an optimizer trains."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 class Updater:
     """Runs the updates of one `fit`.
+
+    Attributes:
+        losses: those of the last update by the names of several optimizers; empty where there is one.
 
     Args:
         model: the module that is not compiled; `compilation` has the compiled one, if any.
@@ -83,6 +93,13 @@ class Updater:
         logger: MetricLogger,
         merged: int = 1,
     ) -> None:
+        self._has_closure = needs_closure(optimizer)
+        if self._has_closure and scaler.is_enabled():
+            raise ConfigError(
+                f"precision: {type(optimizer).__name__} calls the model several times in one step, and the gradient "
+                "scaler of fp16 does not know which of them counts; use bf16 or fp32"
+            )
+        self.losses: dict[str, float] = {}
         self.scaler = scaler
         self.guard = NonFiniteGuard(config.run.on_nonfinite, optimizer, unwrapped(model))
         self._model = model
@@ -96,7 +113,7 @@ class Updater:
         self._statistics = running_statistics(unwrapped(model)) if group.size > 1 else []
         self._unshifted = config.data.labels == "unshifted"
         self._by_tokens = config.data.loss_normalization == "tokens"
-        self._max_norm = config.optimizer.grad_clip
+        self._max_norm, self._max_value = config.optimizer.grad_clip, config.optimizer.grad_clip_value
         self._logger = logger
         self._merged = merged
         self._ooo_streams = config.ooo_streams if config.ooo_backprop else None
@@ -150,11 +167,11 @@ class Updater:
                 compiled=self._compilation.model is not None,
             )
         self._weight = weight
+        if self._has_closure:
+            return Outcome(*self.guard.step_with_closure(partial(self._evaluate, batches)), applied=True)
         loss = self._backward(batches)
-        if self._statistics:
-            average_buffers([owner.get_buffer(name) for _, owner, name in self._statistics], self._group)
         with phase("update"):
-            return self._scaled_update(loss, step) if self.scaler.is_enabled() else self._guarded_update(loss)
+            return self._update(loss, step, self._optimizer, self.guard)
 
     def close(self) -> None:
         """Leave the model as it was before."""
@@ -187,7 +204,14 @@ class Updater:
         return [name for name, _ in with_gradient]
 
     def _backward(self, batches: Sequence[Any]) -> Tensor:
-        """Accumulate the gradients of the update; if compiled code fails, once more without it."""
+        """Accumulate the gradients of the update, and average what the ranks' forward passes have written."""
+        loss = self._compiled_or_not(batches)
+        if self._statistics:
+            average_buffers([owner.get_buffer(name) for _, owner, name in self._statistics], self._group)
+        return loss
+
+    def _compiled_or_not(self, batches: Sequence[Any]) -> Tensor:
+        """Accumulate the gradients; if compiled code fails, once more without it."""
         if self._compilation.model is None:
             return self._accumulate(self._model, batches)
         self._compilation.states.keep()
@@ -220,7 +244,7 @@ class Updater:
             return accumulate(
                 lambda part: self._loss(model, part),
                 parts,
-                self._parameters(),
+                parameters_of(self._optimizer),
                 targets=targets,
                 group=self._group,
                 scaler=self.scaler,
@@ -244,20 +268,32 @@ class Updater:
         batch = self._move_batch(part.batch)
         return self._forward(model, batch) if part.even else self._forward.mean_of_means(model, batch, part.samples)
 
-    def _guarded_update(self, loss: Tensor) -> Outcome:
+    def _evaluate(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Loss and gradient norm for the weights of now; the gradients stay, clipped."""
+        self._clear()
+        loss = self._backward(batches)
+        return loss, self._clip(self._optimizer)
+
+    def _update(self, loss: Tensor, step: int, optimizer: torch.optim.Optimizer, guard: NonFiniteGuard) -> Outcome:
+        """Let an optimizer apply its gradients, unless they must not be applied."""
+        if self.scaler.is_enabled():
+            return self._scaled_update(loss, step, optimizer)
+        return self._guarded_update(loss, optimizer, guard)
+
+    def _guarded_update(self, loss: Tensor, optimizer: torch.optim.Optimizer, guard: NonFiniteGuard) -> Outcome:
         """Apply the update unless it is not finite."""
-        norm = self._clip()
+        norm = self._clip(optimizer)
         # A tensor: a fused optimizer obeys it on the device, so that the host reads nothing.
-        bad = self.guard.inspect(loss, norm)
-        self.guard.step(bad)
+        bad = guard.inspect(loss, norm)
+        guard.step(bad)
         return Outcome(loss, norm, bad, applied=True)
 
-    def _scaled_update(self, loss: Tensor, step: int) -> Outcome:
+    def _scaled_update(self, loss: Tensor, step: int, optimizer: torch.optim.Optimizer) -> Outcome:
         """Update through the gradient scaler, which skips an update with gradients that overflowed."""
         # The norm and the clipping are of the gradients themselves, so these come first.
-        self.scaler.unscale_(self._optimizer)
-        norm = self._clip()
-        self.scaler.step(self._optimizer)
+        self.scaler.unscale_(optimizer)
+        norm = self._clip(optimizer)
+        self.scaler.step(optimizer)
         self.scaler.update()
         # A scaler lowers its scale after an overflow, and only then.
         before, self._scale = self._scale, self.scaler.get_scale()
@@ -269,11 +305,8 @@ class Updater:
             self._count_overflow(step)
         return Outcome(loss, norm, torch.zeros_like(loss), applied=applied)
 
-    def _clip(self) -> Tensor:
-        return clip_gradients(list(self._parameters()), self._max_norm)
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+    def _clip(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        return clip_gradients(list(parameters_of(optimizer)), self._max_norm, self._max_value)
 
     def _count_overflow(self, step: int) -> None:
         self._overflows += 1

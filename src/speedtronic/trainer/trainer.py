@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from speedtronic.checkpoint import CheckpointManager, RunLock, check
 from speedtronic.config import SpeedtronicConfig
@@ -24,11 +25,13 @@ from speedtronic.parallel.start import join_group
 from speedtronic.precision import PrecisionPlan, resolve_precision, use_device
 from speedtronic.ranks import share_weights
 from speedtronic.shapes import ShapeReport, validate_startup_shapes
+from speedtronic.trainer import unsupported
 from speedtronic.trainer.between_steps import BetweenSteps, Evaluator
 from speedtronic.trainer.callbacks import Callbacks
 from speedtronic.trainer.compile import Compilation
 from speedtronic.trainer.fit import Fit
 from speedtronic.trainer.forward import Forward, Once, batch_size_and_tokens, move_batch
+from speedtronic.trainer.freezing import freezing_schedule
 from speedtronic.trainer.gradient_checkpointing import enable_gradient_checkpointing
 from speedtronic.trainer.group_sync import share_coordinator
 from speedtronic.trainer.lazy_modules import initialize, uninitialized
@@ -41,12 +44,12 @@ from speedtronic.trainer.readback import Numbers, Readback, Update
 from speedtronic.trainer.reporting import StepReporter
 from speedtronic.trainer.result import TrainResult
 from speedtronic.trainer.saving import CheckpointSaver
+from speedtronic.trainer.schedule import advance, move_schedule
 from speedtronic.trainer.signals import SignalWatch
-from speedtronic.trainer.state import TrainerState, move_schedule
-from speedtronic.trainer.step import Updater
+from speedtronic.trainer.state import TrainerState
 from speedtronic.trainer.sync import SyncCoordinator, start_with_state, with_defaults
 from speedtronic.trainer.throughput import flop_utilisation
-from speedtronic.trainer.unsupported import refuse_autocast, refuse_exhausted, refuse_wrong_parts, weights_elsewhere
+from speedtronic.trainer.training_step import TrainingStep, updater_for
 from speedtronic.trainer.unused import unused_keys, with_known_sizes
 
 
@@ -58,11 +61,11 @@ class Trainer:
 
     Args:
         model: the module. `trainer.loss.resolve_loss` says what it may return.
-        optimizer: any `torch.optim.Optimizer` over its parameters.
+        optimizer: any `torch.optim.Optimizer` over its parameters; beside a `training_step` also a dict of several.
         dataloader: an iterable of batches: mappings of forward's arguments, or tuples or lists of at least two.
         device: where to train; "auto" chooses CUDA, then MPS, then the CPU.
         config: a `SpeedtronicConfig`, or a dict of one; the defaults without it. A warning names what nothing acts on.
-        scheduler: advanced once per global step.
+        scheduler: advanced at each global step, a `ReduceLROnPlateau` by evaluations; a dict beside one of optimizers.
         precision, logger: a resolved plan, and what receives all events; made from the config without them.
         checkpoint_manager: without it nothing is saved.
         coordinator: keeps the model in step with other machines. It is started, called after each step, and stopped.
@@ -77,8 +80,8 @@ class Trainer:
         metadata: more entries for the checkpoints, such as the tokenizer that a model needs to write.
         shape_report: of an earlier startup shape validation; without it `fit` validates.
         callbacks: objects with methods of `trainer.Callback`, called in this order; `build_runtime` builds a YAML's.
-        merged_micro_batches: how many of an update run as one forward pass, where they fit together; with the same
-            gradients to rounding. Only of a model that declares `supports_merged_microbatches`, without a `loss_fn`.
+        training_step: a `trainer.training_step.TrainingStep`, for several losses; `loss_fn` is the evaluator's then.
+        merged_micro_batches: how many run as one forward pass; of a model that declares `supports_merged_microbatches`.
 
     Raises:
         ConfigError: a part, or what `config.loss` names, cannot be used; micro batches cannot be merged.
@@ -88,12 +91,12 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | dict[str, torch.optim.Optimizer],
         dataloader: Any,
         *,
         device: str | torch.device,
         config: SpeedtronicConfig | dict[str, Any] | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | dict[str, torch.optim.lr_scheduler.LRScheduler] | None = None,
         precision: PrecisionPlan | None = None,
         logger: MetricLogger | None = None,
         checkpoint_manager: CheckpointManager | None = None,
@@ -107,42 +110,43 @@ class Trainer:
         metadata: Mapping[str, Any] | None = None,
         shape_report: ShapeReport | None = None,
         callbacks: Iterable[object] = (),
+        training_step: TrainingStep | None = None,
         merged_micro_batches: int = 1,
     ) -> None:
-        parts = dict[str, Any](model=model, optimizer=optimizer, scheduler=scheduler, evaluator=evaluator)
-        parts |= dict(loss_fn=loss_fn, logger=logger, precision=precision, callbacks=callbacks)
-        parts |= dict(checkpoint_manager=checkpoint_manager)
-        refuse_wrong_parts(parts)
+        parts = dict[str, Any](model=model, loss_fn=loss_fn, evaluator=evaluator, logger=logger, precision=precision)
+        parts |= dict(checkpoint_manager=checkpoint_manager, callbacks=callbacks, training_step=training_step)
+        unsupported.refuse_wrong_parts(parts)
         config = SpeedtronicConfig() if config is None else config
         self.config = SpeedtronicConfig.from_dict(config) if isinstance(config, dict) else config.validate()
-        self.model = model
-        self.optimizer = optimizer
-        self.dataloader = dataloader
+        given = optimizer, scheduler, training_step, evaluator, merged_micro_batches
+        self.optimizer, self.scheduler = unsupported.drivable(self.config, *given)
+        self._new_updater = partial(updater_for, training_step)
+        self.model, self.dataloader = model, dataloader
         self._group, self.device = join_group(self.config.parallel, device)
-        self._micro_batches = share_updates(self.config, self._group, model, dataloader, optimizer)
-        self.scheduler = scheduler
+        self._micro_batches = share_updates(self.config, self._group, model, dataloader, self.optimizer)
         self.logger = logger_of_rank(self._group, logger, self.config)
         self.precision = precision or resolve_precision(self.config.precision, self.device, warn=self.logger.warning)
         self.checkpoint_manager = checkpoint_manager
         self.coordinator = coordinator
-        self.max_steps = (
-            max_steps if max_steps is not None else (self.config.data.max_steps or self.config.run.max_steps)
-        )
+        configured = self.config.data.max_steps or self.config.run.max_steps
+        self.max_steps = configured if max_steps is None else max_steps
         self.shape_report = shape_report
         self.step = start_step
         self._evaluator = evaluator
-        self._callbacks = Callbacks(callbacks, warn=self.logger.warning)
+        freezing = freezing_schedule(model, self.config.optimizer, self.optimizer)
+        self._callbacks = Callbacks([*callbacks, *freezing], warn=self.logger.warning)
         self._lock_directory = lock_directory.absolute() if lock_directory is not None else None
         self._on_lock = on_lock
         self._state = TrainerState(dataloader, metadata or {}, self.config.eval, self._group, warn=self.logger.warning)
-        parts |= dict(dataloader=dataloader, coordinator=coordinator, callbacks=callbacks or None, metadata=metadata)
-        for problem in (*unused_keys(self.config, parts), *weights_elsewhere(model, optimizer)):
+        parts |= {"dataloader": dataloader, "optimizer": self.optimizer, "scheduler": scheduler}
+        parts |= dict(coordinator=coordinator, callbacks=callbacks or None, metadata=metadata)
+        for problem in (*unused_keys(self.config, parts), *unsupported.weights_elsewhere(model, self.optimizer)):
             self.logger.warning(problem)
         loss_fn = loss_fn if loss_fn is not None else loss_by_name(self.config.loss)
         lend_loss(evaluator, loss_fn)
         self._merged = check_merging(model, loss_fn, self._micro_batches, merged_micro_batches)
         self._forward = Forward(model, self.precision, loss_fn=loss_fn, warn=self.logger.warning)
-        self._count_warning = Once(self.logger.warning)
+        self._count = partial(batch_size_and_tokens, once=Once(self.logger.warning))
         self._parts = PartsSetApart(model, inform=self.logger.info, warn=self.logger.warning)
         self._fit: Fit | None = None
         if self.config.gradient_checkpointing:
@@ -209,8 +213,8 @@ class Trainer:
         requested = self.max_steps if max_steps is None else max_steps
         if not isinstance(cast(object, requested), Integral) or requested <= 0:
             raise ConfigError(f"max_steps must be positive and whole, not {requested!r}")
-        refuse_exhausted(self.scheduler, requested - self.step)
-        refuse_autocast(self.device)
+        unsupported.refuse_exhausted(self.scheduler, requested - self.step)
+        unsupported.refuse_autocast(self.device)
         leads = self._group.rank == 0
         manager = self.checkpoint_manager if leads else None
         checkpoints = manager.directory if manager is not None and manager.enabled else None
@@ -247,7 +251,7 @@ class Trainer:
         self._fit = fit = Fit(
             first_step=self.step,
             target=target,
-            updater=Updater(
+            updater=self._new_updater(
                 self.model,
                 compilation=self._compilation,
                 forward=self._forward,
@@ -314,7 +318,7 @@ class Trainer:
         self._group.note(f"step {self.step + 1}, its data")
         batches = fit.updater.take(self._state.batches)
         self._group.note(f"step {self.step + 1}")
-        sizes = [self._batch_size_and_tokens(batch) for batch in batches if batch is not None]
+        sizes = [self._count(batch) for batch in batches if batch is not None]
         work = fit.exchange(self._group, self.step + 1, batches, sizes)
         self._parts.stay_in_training()
         loss, norm, bad, applied = fit.updater.run(batches, self.step + 1, lambda: work().weight)
@@ -329,8 +333,7 @@ class Trainer:
         # The update is done. Advance the schedule, the step, the coordinator and the average of the weights.
         group = self.optimizer.param_groups[0]
         lr_applied = float(group["lr"])
-        if self.scheduler is not None:
-            self.scheduler.step()
+        advance(self.scheduler)
         self.step += 1
         samples, tokens = work().samples, work().tokens
         if (coordinator := fit.coordinator) is not None:
@@ -350,6 +353,7 @@ class Trainer:
             grad_norm=norm,
             bad=bad,
             at=time.perf_counter(),
+            losses=fit.updater.losses,
         )
         fit.between.view.note_update(update)
         self._report(fit, fit.readback.add(update))
@@ -359,9 +363,6 @@ class Trainer:
 
     def _move_batch(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
-
-    def _batch_size_and_tokens(self, batch: Any) -> tuple[int, int | Tensor]:
-        return batch_size_and_tokens(batch, self._count_warning)
 
     def _skip_finished_work(self, fit: Fit) -> None:
         """Skip the work that the coordinator knows to be done: its data, its steps, its learning rates."""
@@ -463,10 +464,9 @@ class Trainer:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpointed state.
 
-        Model, average, optimizer, scheduler, counters, data position and RNG are restored at once; scaler,
-        coordinator and callbacks when `fit` starts them. The saved precision and config are informational. Only model,
-        optimizer and counters must be there: a part that the state lacks stays as it is. Without a saved average, the
-        average starts with the saved weights.
+        Scaler, coordinator and callbacks are restored when `fit` starts them, all else at once. Only model, optimizer
+        and counters must be there: another part that the state lacks stays as it is, and an average starts with the
+        saved weights. The saved precision and config are informational.
 
         Raises:
             CheckpointError: the state does not fit this model, optimizer or data; the tensors are named.

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that the loop cannot drive: refused before they change a weight."""
+"""What the loop cannot drive: refused before it changes a weight."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
+from speedtronic.config import SpeedtronicConfig
 from speedtronic.errors import ConfigError
+from speedtronic.optimizers.optimizer_set import OptimizerSet
 from speedtronic.precision import PrecisionPlan
+from speedtronic.trainer.schedule import SchedulerSet
 
 _ONE_FOR_ALL = (
-    "one optimizer trains all parameters: give them as groups of one optimizer, each with its own options, or combine "
-    "Muon and AdamW with speedtronic.HybridOptimizer"
+    "without a training_step one optimizer trains all parameters: give them as groups of one optimizer, each with its "
+    "own options, or combine Muon and AdamW with speedtronic.HybridOptimizer; with a training_step, pass a dict of "
+    "optimizers by name"
 )
 
 
@@ -23,8 +27,8 @@ def refuse_wrong_parts(parts: Mapping[str, Any]) -> None:
     """Raise ConfigError for a part of another kind than it should be, with what is needed.
 
     Args:
-        parts: `model`, `optimizer`, `scheduler`, `loss_fn`, `evaluator`, `logger`, `precision`, `checkpoint_manager`
-            and `callbacks` of a trainer; None where there is none.
+        parts: `model`, `loss_fn`, `evaluator`, `training_step`, `logger`, `precision`, `checkpoint_manager` and
+            `callbacks` of a trainer; None where there is none.
     """
     callbacks = parts["callbacks"]
     checks = (
@@ -36,6 +40,7 @@ def refuse_wrong_parts(parts: Mapping[str, Any]) -> None:
             "called with a model and a function that says whether to stop; speedtronic.evaluation.HeldOutLoss(lambda: "
             "batches, …) makes one of batches",
         ),
+        ("training_step", _takes(parts["training_step"], 3), "a function of the model, a batch and the step"),
         ("logger", _has(parts["logger"], "emit", "info", "warning"), "a speedtronic.MetricLogger, or act as one"),
         ("precision", isinstance(parts["precision"], PrecisionPlan), "a plan of speedtronic.resolve_precision(…)"),
         (
@@ -48,28 +53,60 @@ def refuse_wrong_parts(parts: Mapping[str, Any]) -> None:
     for name, fits, needed in checks:
         if not fits and (parts[name] is not None or name == "model"):
             raise ConfigError(f"{name}: must be {needed}, not {_named(parts[name])}")
-    refuse_unsupported(parts["optimizer"], parts["scheduler"])
 
 
 def _has(part: Any, *names: str) -> bool:
     return not isinstance(part, type) and all(hasattr(part, name) for name in names)
 
 
-def refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
-    """Raise ConfigError, with what to do instead, unless `step()` is all that both need once per global step."""
+def drivable(
+    config: SpeedtronicConfig, optimizer: Any, scheduler: Any, training_step: Any, evaluator: Any, merged: int
+) -> tuple[Any, Any]:
+    """The optimizer and the scheduler of a trainer as the loop drives them: several as one.
+
+    Args:
+        optimizer, scheduler, training_step, evaluator: those that the trainer was given.
+        merged: how many micro batches are to run as one.
+
+    Raises:
+        ConfigError: the loop cannot drive them, with what to do instead.
+    """
+    if training_step is not None:
+        optimizer, scheduler = _as_one(optimizer, scheduler)
+    _refuse_unsupported(optimizer, scheduler)
+    _refuse_plateau_without_evaluations(scheduler, config, evaluates=evaluator is not None)
+    if training_step is not None:
+        _refuse_beside_training_step(config, optimizer, merged)
+    return optimizer, scheduler
+
+
+def _as_one(optimizer: Any, scheduler: Any) -> tuple[Any, Any]:
+    """The optimizers and the schedulers that were given for a `training_step`, each as one; single ones as they are."""
+    if not isinstance(optimizer, dict) or not optimizer:
+        return optimizer, scheduler
+    for one in optimizer.values():
+        _refuse_no_optimizer(one)
+    if scheduler is not None:
+        if not isinstance(scheduler, dict):
+            raise ConfigError(
+                f"scheduler: must be a dict beside several optimizers, with the names of those that it is for "
+                f"({', '.join(optimizer)}), not {_named(scheduler)}"
+            )
+        if unknown := [str(name) for name in scheduler if name not in optimizer]:
+            raise ConfigError(
+                f"scheduler: there is no optimizer {', '.join(unknown)}; the optimizers are {', '.join(optimizer)}"
+            )
+        for one in scheduler.values():
+            _refuse_no_scheduler(one)
+        scheduler = SchedulerSet(scheduler)
+    return OptimizerSet(optimizer), scheduler
+
+
+def _refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
+    """Raise ConfigError, with what to do instead, if the loop does not know how to move one of the two."""
     if isinstance(optimizer, list | tuple | dict | set):
         raise ConfigError(f"optimizer: a {type(optimizer).__name__} of {len(optimizer)} cannot be used; {_ONE_FOR_ALL}")
-    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
-        raise ConfigError(f"optimizer: must be a torch.optim.Optimizer, not {_named(optimizer)}")
-    # A wrapper of an optimizer passes the closure on, or its absence.
-    inner = optimizer
-    while isinstance(getattr(inner, "base", None), torch.optim.Optimizer):
-        inner = inner.base
-    if "closure" in _required(inner.step):
-        raise ConfigError(
-            f"optimizer: {type(inner).__name__} calls the model several times in one step, through a closure that the "
-            "loop does not have; use an optimizer whose step() needs none, such as AdamW, SGD or Muon"
-        )
+    _refuse_no_optimizer(optimizer)
     if scheduler is None:
         return
     if isinstance(scheduler, list | tuple | dict | set):
@@ -77,20 +114,80 @@ def refuse_unsupported(optimizer: Any, scheduler: Any) -> None:
             f"scheduler: a {type(scheduler).__name__} of {len(scheduler)} cannot be used; combine them in one with "
             "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR"
         )
-    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
-        raise ConfigError(f"scheduler: must be a torch.optim.lr_scheduler.LRScheduler, not {_named(scheduler)}")
+    _refuse_no_scheduler(scheduler)
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if (drives := getattr(part, "optimizer", None)) is not None and not _shares_groups(drives, optimizer):
             raise ConfigError(
                 f"scheduler: the {type(part).__name__} was made for another optimizer than the one that was passed, so "
                 "it would not change this one's learning rates; make it for the optimizer that the trainer gets"
             )
-        if needed := _required(part.step):
+        # Beside the schedules of other optimizers, one that follows the evaluations stands for itself; in a chain it
+        # would be moved with the others.
+        alone = part is scheduler or isinstance(scheduler, SchedulerSet)
+        if (needed := _required(part.step)) and not (alone and isinstance(part, ReduceLROnPlateau)):
             raise ConfigError(
                 f"scheduler: {type(part).__name__} needs {' and '.join(needed)} at each step, and the loop advances a "
                 "scheduler with step() alone, since losses stay on the device; use one that needs the step only, such "
-                "as LambdaLR or CosineAnnealingLR, or none"
+                "as LambdaLR or CosineAnnealingLR, ReduceLROnPlateau by itself, or none"
             )
+
+
+def _refuse_no_optimizer(optimizer: Any) -> None:
+    if not callable(getattr(optimizer, "step", None)) or not hasattr(optimizer, "param_groups"):
+        raise ConfigError(f"optimizer: must be a torch.optim.Optimizer, not {_named(optimizer)}")
+
+
+def _refuse_no_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+        raise ConfigError(f"scheduler: must be a torch.optim.lr_scheduler.LRScheduler, not {_named(scheduler)}")
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether an optimizer, such as LBFGS, calls the model several times in one step."""
+    # A wrapper of an optimizer passes the closure on, or its absence.
+    inner = optimizer
+    while isinstance(getattr(inner, "base", None), torch.optim.Optimizer):
+        inner = inner.base
+    return "closure" in _required(inner.step)
+
+
+def _refuse_plateau_without_evaluations(scheduler: Any, config: SpeedtronicConfig, *, evaluates: bool) -> None:
+    """Raise ConfigError if a schedule follows evaluations, and there are none, or it takes the worst for the best."""
+    for part in scheduler.schedulers.values() if isinstance(scheduler, SchedulerSet) else (scheduler,):
+        if not isinstance(part, ReduceLROnPlateau):
+            continue
+        if not evaluates or config.eval.every_steps is None:
+            raise ConfigError(
+                "scheduler: ReduceLROnPlateau lowers the learning rate where the evaluations of eval.every_steps have "
+                "not improved, and this run has none: set eval.every_steps, and pass an evaluator to the Trainer"
+            )
+        if part.mode != config.eval.better:
+            raise ConfigError(
+                f"scheduler: ReduceLROnPlateau has mode {part.mode}, and of eval.monitor: {config.eval.monitor} the "
+                f"{config.eval.better} is the best; give both the same mode"
+            )
+
+
+def _refuse_beside_training_step(config: SpeedtronicConfig, optimizer: Any, merged: int) -> None:
+    """Raise ConfigError for what only works where the loop itself calls the model."""
+    for one in optimizer.optimizers.values() if isinstance(optimizer, OptimizerSet) else (optimizer,):
+        if needs_closure(one):
+            raise ConfigError(
+                f"optimizer: {type(one).__name__} calls the model several times in one step, and a training_step is "
+                "called once; train with it alone and a loss_fn, or use an optimizer such as AdamW"
+            )
+    for asked, key, remedy in (
+        (config.compile, "compile", "compile the parts that it calls, with their method compile()"),
+        (config.ooo_backprop, "ooo_backprop", "leave it out"),
+        (merged > 1, "merged_micro_batches", "leave it out"),
+        (
+            config.data.loss_normalization == "tokens",
+            "data.loss_normalization: tokens",
+            "weigh the losses yourself, since each micro batch counts alike",
+        ),
+    ):
+        if asked:
+            raise ConfigError(f"{key}: a training_step calls the model in its own way, so this has no effect; {remedy}")
 
 
 def _shares_groups(one: Any, other: Any) -> bool:

@@ -44,7 +44,7 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
         # The trainer itself clips and averages. All else was decided when the optimizer was made.
         (
             "optimizer",
-            _given(config.optimizer, but=("grad_clip", "ema")),
+            _given(config.optimizer, but=("grad_clip", "grad_clip_value", "ema")),
             "speedtronic.runtime.build_optimizer(model, config, device)",
         ),
         ("scheduler", _given(config.scheduler), "speedtronic.runtime.build_scheduler(optimizer, config)"),
@@ -74,7 +74,7 @@ def unused_keys(config: SpeedtronicConfig, parts: Mapping[str, Any]) -> Iterator
     ):
         follows = parts[part] is not None
         if part in ("optimizer", "scheduler"):
-            follows = _follows_config(parts[part])
+            follows = follows_config(parts[part])
         elif part == "dataloader":
             follows = isinstance(parts[part], TokenLoader | StreamLoader)
         elif part == "model":
@@ -108,7 +108,7 @@ def _changed(section: Section, but: tuple[str, ...] = ()) -> list[str]:
     return [key for key in _given(section, but) if values[name := key.partition(".")[2]] != defaults[name]]
 
 
-def _follows_config(part: Any) -> bool:
+def follows_config(part: Any) -> bool:
     """Whether an optimizer or a scheduler was built from a configuration, or is around such a one."""
     inner = [getattr(part, "base", None), *getattr(part, "_schedulers", ())]
-    return part in BUILT_FROM_CONFIG or any(_follows_config(one) for one in inner if one is not None)
+    return part in BUILT_FROM_CONFIG or any(follows_config(one) for one in inner if one is not None)

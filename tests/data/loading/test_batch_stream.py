@@ -117,6 +117,34 @@ def test_a_foreign_loader_is_replayed_exactly(done: int) -> None:
 TEN = list(range(10))
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "done", "left"),
+    [(2, 4, 2, 6), (4, 2, 2, 2), (3, 2, 1, 8), (3, 5, 4, 10), (3, 2, 4, 10)],
+)
+def test_a_changed_batch_size_continues_with_the_same_samples_and_is_said(
+    then: int, now: int, done: int, left: int
+) -> None:
+    """The last two are at the end of the epoch, whose last batch has one sample."""
+    torch.manual_seed(0)
+    interrupted = batch_stream(DataLoader(TEN, then, shuffle=True))
+    seen = [sample for batch in islice(interrupted, done) for sample in batch.tolist()]
+    said: list[str] = []
+    resumed = BatchStream(
+        DataLoader(TEN, now, shuffle=True), capture_rng=capture_rng, restore_rng=restore_rng, warn=said.append
+    )
+    resumed.load_state_dict(interrupted.state_dict())
+    rest: list[int] = []
+    while len(rest) < left:
+        rest += next(resumed).tolist()
+    assert f"the batch size of the data loader was {then} and is {now}" in said[0]
+    twice = (done * then) % now if done * then < 10 else 0
+    assert f", and {twice} samples come twice" in said[0] or not twice
+    if done * then < 10:
+        assert sorted(seen[: len(seen) - twice] + rest) == TEN
+    else:
+        assert sorted(rest) == TEN
+
+
 def own_generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,7 +46,10 @@ from speedtronic.errors import CheckpointError, ConfigError, SpeedtronicError
 WEIGHTS = "model.safetensors"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_FOLDER_FILES = frozenset({WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG})
+# What peft writes of adapters, beside a card for a page of a hub that does not belong to an export.
+_ADAPTER_FILES = frozenset({"adapter_model.safetensors", "adapter_config.json"})
+_MODEL_CARD = "README.md"
+_FOLDER_FILES = _ADAPTER_FILES | {WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG}
 # Large weights of a model that writes itself are in several files.
 _PART_OF_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json")
 
@@ -65,6 +68,7 @@ class SavedModel:
         header: of its file of weights, with the model's own names, tied tensors once.
         config: the configuration in it, secrets hidden; None when it has none.
         tokenizer: the `spec` of the run's tokenizer; None when the run was trained on token ids alone.
+        base: of adapters (`model.lora`), the sums of the files of the frozen weights beside them; else None.
         average: where the averaged weights are, by the same names; empty if the run kept no average.
     """
 
@@ -73,6 +77,7 @@ class SavedModel:
     header: TensorHeader
     config: Mapping[str, Any] | None
     tokenizer: Mapping[str, Any] | None
+    base: Mapping[str, str] | None = None
     average: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -114,8 +119,8 @@ def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: F
         _check_plain(trees.get("model"), header)
         average = stored_average(path, trees)
         _check_average(average, header)
-        config, tokenizer = saved_parts(trees, "config", "tokenizer")
-    return SavedModel(path, manifest.step, header, config, tokenizer, average)
+        config, tokenizer, base = saved_parts(trees, "config", "tokenizer", "base")
+    return SavedModel(path, manifest.step, header, config, tokenizer, base, average)
 
 
 def export_safetensors(
@@ -202,14 +207,16 @@ def export_pretrained(
     target: str | os.PathLike[str],
     *,
     tokenizer: HuggingFaceTokenizer | None,
+    merge: Callable[[nn.Module], nn.Module] | None = None,
     dtype: torch.dtype | None = None,
     replace: bool = False,
     fs: FileSystem | None = None,
 ) -> Path:
-    """Write the folder that a model of Hugging Face writes by its own `save_pretrained`.
+    """Write the folder that a model of Hugging Face, or one with adapters of `peft`, writes by `save_pretrained`.
 
     Args:
         module: the model, built as it was for the run. It gets the weights, and the dtype if there is one.
+        merge: makes of the module with its weights the one that is written; None writes the module itself.
         target, tokenizer, dtype, replace: as for `export_hugging_face`.
 
     Returns:
@@ -220,8 +227,8 @@ def export_pretrained(
             be replaced, or a value is too large for `dtype`.
         ExportError: it could not be written; no partial folder is left.
     """
-    save_pretrained = getattr(module, "save_pretrained", None)
-    if not callable(save_pretrained):
+    written: Any = module
+    if not callable(getattr(written, "save_pretrained", None)):
         raise CheckpointError(
             f"{model.path}: only the reference transformer and models with a method save_pretrained have a Hugging "
             f"Face form, and this is {type(module).__name__}; export it with --format safetensors"
@@ -230,10 +237,16 @@ def export_pretrained(
     with _writing(folder):
         recover(fs, folder)
         _check_replaceable_folder(folder, replace)
-    load_initial_weights(module.to(dtype) if dtype is not None else module, model.path)
+    if merge is not None:
+        # In the dtypes of the run: rounded weights would lose what the adapters add to them.
+        load_initial_weights(module, model.path)
+        written = _converted(merge(module), dtype)
+    else:
+        load_initial_weights(module.to(dtype) if dtype is not None else module, model.path)
     with _writing(folder), temporary_beside(fs, folder) as temporary:
         fs.make_directory(temporary)
-        save_pretrained(temporary)
+        written.save_pretrained(temporary)
+        (temporary / _MODEL_CARD).unlink(missing_ok=True)
         for path in sorted(temporary.rglob("*")):
             if path.is_file():
                 with FileIO(path, "r+") as file:
@@ -386,6 +399,17 @@ def _stream(
                     f"{own_name} has values that are too large for {converted.dtype}; choose bfloat16 or float32"
                 )
             yield bytes_of(converted)
+
+
+def _converted(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module in a dtype. Raises CheckpointError for a weight that becomes infinite."""
+    if dtype is None:
+        return module
+    module = module.to(dtype)
+    for name, weight in module.named_parameters():
+        if bool(weight.isinf().any()):
+            raise CheckpointError(f"{name} has values that are too large for {dtype}; choose bfloat16 or float32")
+    return module
 
 
 def _target_dtype(place: TensorPlace, dtype: torch.dtype | None) -> torch.dtype:

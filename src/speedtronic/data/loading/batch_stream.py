@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -217,6 +217,7 @@ class BatchStream:
             "epoch": self._epoch,
             "order": order_of(getattr(self._loader, "dataset", None)),
             "batches": self._delivered,
+            "batch_size": getattr(self._loader, "batch_size", None),
             "rng": self._rng_at_start,
             "generators": self._own_states() if self._batches is None else self._own_at_start,
         }
@@ -256,7 +257,7 @@ class BatchStream:
         self._rng_at_start = state["rng"]
         if state["batches"]:
             check_order(getattr(self._loader, "dataset", None), state.get("order"))
-            self._replay(int(state["batches"]))
+            self._replay(self._in_batches_of_now(int(state["batches"]), state.get("batch_size")))
         else:
             self._restore_own()
 
@@ -270,6 +271,21 @@ class BatchStream:
             )
         for generator, state in zip(generators, self._own_at_start, strict=True):
             generator.set_state(state)
+
+    def _in_batches_of_now(self, batches: int, size: Any) -> int:
+        """How many batches hold as many samples as so many of another size."""
+        now = getattr(self._loader, "batch_size", None)
+        if not isinstance(size, int) or not isinstance(now, int) or size == now:
+            return batches
+        whole, rest = divmod(batches * size, now)
+        with suppress(TypeError):  # a stream has no length
+            if whole >= len(self._loader):  # type: ignore[arg-type]
+                whole, rest = len(self._loader), 0  # type: ignore[arg-type]  # the last batch was not full
+        self._warn(
+            f"the batch size of the data loader was {size} and is {now}: {batches} batches of then are {whole} of now"
+            + (f", and {rest} samples come twice in this epoch" if rest else "")
+        )
+        return whole
 
     def _replay(self, batches: int) -> None:
         self._warn(
