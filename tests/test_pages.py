@@ -46,6 +46,7 @@ NOT_TYPED = {
     "docker": "no daemon where the tests run: the file is read by hadolint",
     "tar": "needs the network",
     "tensorboard": "a server",
+    "torchrun": "several processes: done in tests/parallel/test_training.py",
     "wandb": "needs an account",
 }
 

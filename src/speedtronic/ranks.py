@@ -92,9 +92,11 @@ def micro_batches_per_rank(target: int, micro_batch: int, ranks: int) -> int:
     micro_batches, rest = divmod(target, micro_batch * ranks)
     if rest:
         fitting = micro_batch * ranks * max(1, round(target / (micro_batch * ranks)))
+        smaller = max((size for size in range(1, micro_batch) if target % (size * ranks) == 0), default=None)
         raise ConfigError(
             f"data.target_batch_size {target} is the update of all ranks together, and must be a multiple of "
             f"data.micro_batch_size ({micro_batch}) × ranks ({ranks}), such as {fitting}"
+            + ("" if smaller is None else f"; or set data.micro_batch_size to {smaller}")
         )
     return micro_batches
 

@@ -57,10 +57,7 @@ def accumulate(
     """
     parameters = list(parameters)
     weights: list[int | Tensor] = list(map(_micro_batches_in, batches)) if targets is None else list(targets)
-    if expected is None:
-        summed = group.reduce(sum(int(weight) for weight in weights))
-        expected = lambda: summed  # noqa: E731
-    everything: int | None = None
+    everything = max(1, group.reduce(sum(map(int, weights)))) if expected is None else None
     counts_differ = False
     total: Tensor | None = None
     for number, batch in enumerate(batches):
@@ -68,8 +65,9 @@ def accumulate(
             continue
         with phase("forward"):
             loss, weight = forward(batch)
-        if everything is None:
+        if everything is None and expected is not None:
             everything = max(1, expected())
+        assert everything is not None, "one of the two tells"
         if targets is not None and weight is not None:
             # Without a target it may be the mean of nothing, and NaN. Only then is a weight on the device read.
             weights[number], counts_differ = weight if targets[number] else int(weight), True
@@ -93,9 +91,11 @@ def accumulate(
         else:
             loss = torch.zeros_like(loss)
         total = loss.detach() if total is None else total + loss.detach()
+    counted: Tensor | None = None
     if group.size > 1:
         with phase("update"):
-            everything = max(1, expected())
+            if everything is None and expected is not None:
+                everything = max(1, expected())
             total = parameters[0].new_zeros((), dtype=torch.float32) if total is None else total
             # The last of these says whether any rank's counts differ.
             own = [_as_number(value, total) for value in (total, sum(weights), counts_differ)]
@@ -104,13 +104,13 @@ def accumulate(
             total = summed_loss.to(total.dtype)
             # Whoever has no batch does not know whether counts differ. A device is not asked for it.
             counts_differ = targets is not None and (total.device.type != "cpu" or bool(differ))
-    else:
-        assert total is not None, "an update has at least one micro batch"
-        assert everything is not None
-        counted = torch.as_tensor(sum(weights), device=total.device)
+    assert total is not None, "an update has at least one micro batch"
+    assert everything is not None
     if not counts_differ:
         return total
     # Some losses were means of other numbers of values than there are targets, as only they themselves tell.
+    if counted is None:
+        counted = torch.as_tensor(sum(weights), device=total.device)
     correction = (everything / counted.clamp(min=1)).to(total.dtype)
     with torch.no_grad():
         for parameter in parameters:
