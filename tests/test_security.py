@@ -59,12 +59,15 @@ UNSAFE_ARGUMENTS: dict[str, object] = {
     "weights_only": False,
     "typ": "unsafe",  # of ruamel.yaml.YAML
 }
+# What a module may do all the same: what Speedtronic is measured against.
+COMPARED_WITH = {"bench/checkpointing.py": "torch.save"}
 IMPORTING = frozenset(
     {"importlib.import_module", "importlib.util.spec_from_file_location", "builtins.__import__", "importlib.reload"}
 )
 # Where a module is imported by a name that is only known when the program runs, and whose name that is.
 IMPORT_SITES = {
     ("__init__.py", "__getattr__"): "a table in the same file",
+    ("bench/rows.py", "measure_here"): "a table in the same file",
     ("data/__init__.py", "__getattr__"): "a table in the same file",
     ("distributed/__init__.py", "__getattr__"): "a table in the same file",
     ("metrics/trackers.py", "import_tracker"): "names in the files of the trackers",
@@ -157,7 +160,9 @@ def scan(text: str) -> Scan:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_source_calls_nothing_that_runs_what_a_file_says(path: Path) -> None:
-    assert scan(path.read_text(encoding="utf-8")).unsafe == []
+    allowed = COMPARED_WITH.get(path.relative_to(SOURCE).as_posix())
+    unsafe = scan(path.read_text(encoding="utf-8")).unsafe
+    assert [call for call in unsafe if call.partition(": ")[2] != allowed] == []
 
 
 def test_every_import_by_a_name_that_is_not_in_the_source_is_accounted_for() -> None:
