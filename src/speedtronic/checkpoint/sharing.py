@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from speedtronic.checkpoint.tree import decode, encode
+from speedtronic.durable.tensor_file import DTYPE_NAMES
 from speedtronic.ranks import Group
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def gather_states(group: Group, state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -22,10 +25,7 @@ def gather_states(group: Group, state: dict[str, Any]) -> list[dict[str, Any]]:
     if group.size == 1:
         return [state]
     tree, tensors, _ = encode(state)
-    packed = {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _to_text(tensor)]
-        for name, tensor in tensors.items()
-    }
+    packed = {name: [DTYPE_NAMES[t.dtype], list(t.shape), _to_text(t)] for name, t in tensors.items()}
     return [
         decode(tree, {name: _from_text(*tensor) for name, tensor in packed.items()})
         for tree, packed in group.gather([tree, packed])
@@ -41,13 +41,13 @@ def broadcast_state(group: Group, state: dict[str, Any] | None) -> dict[str, Any
     shapes: Any = None
     if state is not None:
         tree, tensors, _ = encode(state)
-        shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+        shapes = {name: [DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in tensors.items()}
     tree, shapes = group.broadcast([tree, shapes])
     if shapes is None:
         return None
     received = {}
     for name, (dtype, shape) in shapes.items():
-        tensor = tensors[name] if group.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor = tensors[name] if group.rank == 0 else torch.empty(shape, dtype=_DTYPES[dtype])
         received[name] = group.broadcast(tensor)
     return state if group.rank == 0 else decode(tree, received)
 
@@ -58,5 +58,7 @@ def _to_text(tensor: Tensor) -> str:
 
 
 def _from_text(dtype: str, shape: list[int], text: str) -> Tensor:
-    data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) if text else torch.empty(0)
-    return data.view(getattr(torch, dtype)).reshape(shape) if text else torch.empty(shape, dtype=getattr(torch, dtype))
+    if not text:
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return data.view(_DTYPES[dtype]).reshape(shape)
