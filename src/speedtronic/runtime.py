@@ -234,6 +234,8 @@ def _build(
     if saved is not None:
         _resume(trainer, saved, settings)
         logger.info(f"resumed at step {trainer.step} from {manager.loaded_path}")
+        if manager.mirror is not None and manager.loaded_path is not None:
+            manager.mirror.add(manager.loaded_path)  # a kill may have cut its copy short
     return trainer, manager
 
 
@@ -555,8 +557,16 @@ def _build_mirror(config: SpeedtronicConfig, logger: MetricLogger) -> Checkpoint
     from speedtronic.distributed.stores import RetryingStore
     from speedtronic.distributed.stores.open import MIRROR, open_configured
 
-    section = config.checkpoint
-    store = open_configured(str(section.mirror), section.mirror_options, MIRROR)
+    section, url = config.checkpoint, str(config.checkpoint.mirror)
+    if config.distributed.enabled:
+        # Nodes have one configuration, and each has checkpoints of its own. Its name must outlive its disk.
+        if config.distributed.node_id is None:
+            raise ConfigError(
+                "distributed.node_id: needed with checkpoint.mirror, so that a node that lost its disk finds its own "
+                "checkpoints again"
+            )
+        url = f"{url.rstrip('/')}/{config.distributed.node_id}"
+    store = open_configured(url, section.mirror_options, MIRROR)
     return CheckpointMirror(
         RetryingStore(store),
         keep_last=section.keep_last,

@@ -18,7 +18,7 @@ from speedtronic.runtime import train_from_config
 from tests.distributed.stores.servers import on_hub_repository
 from tests.support.configs import tiny
 from tests.support.hub_server import Hub
-from tests.support.published import publish_two_versions, weights_of
+from tests.support.published import publish, publish_two_versions, weights_of
 
 ADDRESS = "hf://someone/model"
 
@@ -66,6 +66,25 @@ def test_a_version_of_a_store_is_published(tmp_path: Path, hub: Hub) -> None:
     assert not repository.private
     assert repository.files["model.safetensors"] == weights_of(2)
     assert "| version of the global weights | 2 |" in repository.files["README.md"].decode()
+
+
+@pytest.mark.stores
+def test_with_every_each_newer_version_follows(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"dir://{tmp_path}/store")
+    newest = publish_two_versions(store)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 2:  # before the first look there is nothing new, before the second there is
+            publish(store, newest)
+        if len(waited) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("speedtronic.cli.diloco._sleep", sleep)
+    assert main(["diloco", "publish", f"dir://{tmp_path}/store", ADDRESS, "--every", "2"]) == 130
+    assert waited == [120, 120, 120]
+    assert hub.repositories["someone/model"].commits == ["version 2", "version 3"]
 
 
 @pytest.mark.stores

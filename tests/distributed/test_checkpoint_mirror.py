@@ -21,7 +21,7 @@ from speedtronic.config import load_config
 from speedtronic.distributed.checkpoint_mirror import CheckpointMirror
 from speedtronic.distributed.stores import MemoryStore, RetryingStore, Store
 from speedtronic.errors import CheckpointError, ConfigError, StoreUnavailableError
-from speedtronic.runtime import train_from_config
+from speedtronic.runtime import build_runtime, train_from_config
 from tests.distributed.stores.servers import ON_SERVERS, PLACES
 from tests.support.configs import tiny
 from tests.support.failing import Failing
@@ -318,6 +318,33 @@ def test_a_mirror_is_checked_before_anything_is_trained(tmp_path: Path) -> None:
         train_from_config(config_of(tmp_path, "/mnt/mirror"))
     with pytest.raises(ConfigError, match="checkpoint.mirror_options.region: unknown to a store at dir://"):
         train_from_config(config_of(tmp_path, f"dir://{tmp_path}/m", region="x"))
+
+
+def test_what_a_kill_left_uncopied_is_copied_by_the_resumed_run(tmp_path: Path) -> None:
+    train_from_config(tiny(tmp_path / "run", run={"max_steps": 8}, checkpoint={"every_steps": 2}), max_steps=4)
+    config = config_of(tmp_path, f"dir://{tmp_path}/mirror")
+    config["checkpoint"]["every_steps"] = 100
+    train_from_config(config, resume=True)
+    assert [path.name[:12] for path in sorted((tmp_path / "mirror/index").iterdir())] == [
+        "000000000004",
+        "000000000008",
+    ]
+
+
+def test_each_node_has_its_own_part_of_a_mirror(tmp_path: Path) -> None:
+    config = config_of(tmp_path, f"dir://{tmp_path}/mirror/")
+    config["distributed"] = {
+        "enabled": True,
+        "repo_id": f"dir://{tmp_path}/store",
+        "state_dir": str(tmp_path / "state"),
+    }
+    with pytest.raises(ConfigError, match="distributed.node_id: needed with checkpoint.mirror"):
+        build_runtime(config)
+    config["distributed"]["node_id"] = "anna"
+    trainer, manager = build_runtime(config)
+    assert isinstance(manager.mirror, CheckpointMirror)
+    assert manager.mirror.url == f"dir://{tmp_path}/mirror/anna"
+    trainer.logger.close()
 
 
 def test_the_options_of_a_mirror_are_hidden(tmp_path: Path) -> None:

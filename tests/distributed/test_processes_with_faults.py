@@ -13,7 +13,7 @@ from tests.support.apart import run_apart
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.together import together
 
-NODES, ROUNDS = 2, 4
+NODES, ROUNDS = 2, 3
 
 
 @pytest.mark.parametrize("kind", ON_SERVERS)

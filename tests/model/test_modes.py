@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -192,12 +193,14 @@ def test_a_trace_that_was_loaded_from_a_file_is_one_too() -> None:
     assert len(said.warned) == 1
 
 
-def test_a_model_that_is_left_in_evaluation_mode_is_trained_again_without_the_parts_set_apart() -> None:
+@pytest.mark.parametrize("wrap", [lambda model: model, partial(torch.compile, backend="eager")])
+def test_a_model_that_is_left_in_evaluation_mode_is_trained_again_without_the_parts_set_apart(wrap: Any) -> None:
     said, model = Said(), backbone_and_head()
-    parts = said.parts_of(model)
+    wrapped = wrap(model)
+    parts = said.parts_of(wrapped)
     parts.train()
     for _ in range(2):
-        model.eval()
+        wrapped.eval()
         parts.stay_in_training()
         assert trained_parts(model) == {"", "head"}
     assert len(said.warned) == 1

@@ -411,3 +411,10 @@ def test_fields_without_ignored_labels_and_labels_by_their_name_are_not_doubted(
 def test_a_class_is_no_loss_function() -> None:
     with pytest.raises(ConfigError, match=r"^loss_fn: MSELoss is a class; .*criterion = MSELoss\(\)$"):
         forward_of(Scores(), loss_fn=nn.MSELoss)
+
+
+def test_a_model_that_fails_on_arrays_is_told_what_it_was_given() -> None:
+    x = torch.zeros(2, 4).numpy()
+    with pytest.raises(TypeError) as caught:
+        forward_of(Scores(), loss_fn=lambda output, batch: output.mean())(Scores(), (x, x))
+    assert "the batch holds NumPy arrays" in caught.value.__notes__[0]

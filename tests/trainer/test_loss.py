@@ -160,6 +160,11 @@ def test_an_output_without_a_loss_is_refused_with_a_remedy(output: Any) -> None:
         resolve_loss(output, {"labels": LABELS})
 
 
+def test_labels_under_another_name_are_pointed_at_where_a_model_returns_no_loss() -> None:
+    with pytest.raises(ModelError, match="computes it where 'label' is named 'labels'$"):
+        resolve_loss({"logits": LOGITS[:, 0]}, {"x": LOGITS, "label": CLASSES})
+
+
 def test_logits_without_labels_are_refused() -> None:
     with pytest.raises(ValueError, match="no labels"):
         resolve_loss({"logits": LOGITS}, {"input_ids": LABELS})

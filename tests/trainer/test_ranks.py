@@ -58,7 +58,7 @@ def assert_alike(ranks: list[Trainer], one: Trainer) -> None:
     assert (ranks[0].samples, ranks[0].tokens) == (one.samples, one.tokens)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "sections",
     [
@@ -174,7 +174,10 @@ def test_an_evaluation_is_shared_and_has_one_result(tmp_path: Path, monkeypatch:
     del one
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2), (1, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 2), (3, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 1), (2, 3), (1, 3), (3, 1)))],
+)
 def test_a_run_goes_on_at_the_same_sample_on_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
 ) -> None:

@@ -13,10 +13,22 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from speedtronic.checkpoint import CheckpointManager
-from speedtronic.errors import CheckpointError, ModelError, NonFiniteError
+from speedtronic.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
+from speedtronic.metrics import MetricLogger
 from speedtronic.precision import PrecisionPlan
+from speedtronic.ranks import SingleProcess
 from speedtronic.trainer import Trainer
-from tests.support.models import ACCUMULATE_TWO, SCALED, Events, Regression, make_trainer, regression_batches
+from speedtronic.trainer.training_step import updater_for
+from tests.support.models import (
+    ACCUMULATE_TWO,
+    SCALED,
+    Events,
+    Regression,
+    Silence,
+    config_of,
+    make_trainer,
+    regression_batches,
+)
 
 
 class Gan(nn.Module):
@@ -210,6 +222,23 @@ def test_micro_batches_that_give_other_losses_are_refused() -> None:
         ModelError, match=r"first micro batch of this update gave one for 'generator', and another one one"
     ):
         trainer.fit()
+
+
+class Two(SingleProcess):
+    size = 2
+
+
+def test_several_processes_are_refused_by_a_training_step_and_by_lbfgs() -> None:
+    model = Regression()
+    parts: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu", enabled=False), "config": config_of()}
+    parts |= {"group": Two(), "micro_batches": 1, "logger": MetricLogger(stream=Silence())}
+    parts |= dict.fromkeys(("compilation", "forward", "move_batch"))
+    for step, optimizer, shown in (
+        (gan_step, torch.optim.SGD(model.parameters(), lr=0.1), "^training_step: is for a run of one process"),
+        (None, torch.optim.LBFGS(model.parameters()), "^optimizer: LBFGS calls the model .* for a run of one process"),
+    ):
+        with pytest.raises(ConfigError, match=shown):
+            updater_for(step, model, optimizer=optimizer, **parts)
 
 
 def poisoned_step(bad: str) -> Any:

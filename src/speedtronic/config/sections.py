@@ -707,8 +707,8 @@ class CheckpointConfig(Section):
     )
     mirror: Text | None = Field(
         default=None,
-        description="A store for copies of the checkpoints: dir:///path, s3://bucket/prefix, …, one for each run. A "
-        "resumed run that finds an empty disk continues from there.",
+        description="A store for copies of the checkpoints: dir:///path, s3://bucket/prefix, …, one for each run; each "
+        "node of distributed has its own part of it. A resumed run that finds an empty disk continues from there.",
     )
     mirror_options: PlainMapping = Field(
         default={}, description="Free keys, passed to the store of mirror: endpoint, profile, region, …"

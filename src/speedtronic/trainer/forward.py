@@ -265,6 +265,11 @@ class Forward:
         except (TypeError, RuntimeError) as error:  # the latter from scripted and traced modules
             if self._signature is not None and not _binds(self._signature, args, keywords):
                 self._refuse(batch)
+            if any(isinstance(value, np.ndarray) for value in (*args, *keywords.values())):
+                error.add_note(
+                    "the batch holds NumPy arrays, which a model is given as they are; make tensors of them in the "
+                    "collate function, such as torch.from_numpy(array)"
+                )
             if self._takes_any_key and (unnamed := [str(key) for key in keywords if key not in self._names]):
                 error.add_note(f"{self._title} was also given columns of the batch that it does not name: {unnamed}")
             raise

@@ -255,9 +255,11 @@ def _infer_loss(output: Any, batch: Any) -> Tensor:
             raise ModelError(f"the 'loss' of the model output is no tensor, but a {type(loss).__name__}; {_REMEDY}")
         if isinstance(logits, Tensor) and logits.ndim == 3:
             return _causal_loss(logits, batch)
+        named = _labels_key(batch) if isinstance(batch, Mapping) else LABELS[0]
+        renamed = "" if named == LABELS[0] else f"; a Hugging Face model computes it where {named!r} is named 'labels'"
         raise ModelError(
             f"cannot find a loss in a model output with the keys {sorted(map(str, output))}: it needs a 'loss' tensor, "
-            f"or 'logits' of shape (batch, sequence, vocabulary); {_REMEDY}"
+            f"or 'logits' of shape (batch, sequence, vocabulary); {_REMEDY}{renamed}"
         )
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         first = output[0]

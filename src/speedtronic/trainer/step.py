@@ -99,6 +99,11 @@ class Updater:
                 f"precision: {type(optimizer).__name__} calls the model several times in one step, and the gradient "
                 "scaler of fp16 does not know which of them counts; use bf16 or fp32"
             )
+        if self._has_closure and group.size > 1:
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} calls the model several times in one step, which is for a run "
+                "of one process; train with one, or use an optimizer such as AdamW"
+            )
         self.losses: dict[str, float] = {}
         self.scaler = scaler
         self.guard = NonFiniteGuard(config.run.on_nonfinite, optimizer, unwrapped(model))

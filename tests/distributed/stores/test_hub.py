@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +185,18 @@ def test_a_large_object_is_read_no_further_than_asked(hub: Hub) -> None:
     store.put_if_absent("in/a.safetensors", b"x" * 1000)
     assert store.get("in/a.safetensors", limit=10) is None
     assert store.get("in/a.safetensors", limit=10, partial=True) == b"x" * 11
+
+
+def test_the_check_with_ones_own_account_passes_here(hub: Hub) -> None:
+    script = Path(__file__).parents[3] / "benchmarks/hub_check.py"
+    done = subprocess.run([sys.executable, script, f"hf://{REPOSITORY}/check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok"] * 5
+
+    hub.repositories[REPOSITORY].files.clear()
+    hub.failures = [403]
+    done = subprocess.run([sys.executable, script, f"hf://{REPOSITORY}/again"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.startswith(
+        "FAILED  an object is created once: hf://namespace/model/again: the Hub denies access"
+    )

@@ -62,5 +62,5 @@ class TestStoreOnAServer(StoreConformance):
         with pytest.raises(StoreRefusedError, match="there is no (bucket|such bucket|such container)"):
             store.list_after("")
         with pytest.raises(StoreRefusedError, match="there is no (bucket|such bucket|such container)"):
-            store.put_if_absent("head/1", b"x")
+            store.get("head/1", limit=1)
         store.close()
