@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from speedtronic.cli import main
+from speedtronic.cli import build_parser, main
 from speedtronic.config import load_config
 from speedtronic.data.prepare.prepare import prepare
 from tests.distributed.stores import servers
@@ -267,6 +267,9 @@ class Reader:
                 assert any("at version" in line for line in process.stdout), place
             return
         self.end_together()
+        if words[0] == "bench":
+            build_parser().parse_args(words)
+            return  # half an hour: tests/bench measures in a short form
         if "--tasks" in words:
             return  # their data needs the network: tests/evaluation/test_lm_eval_tasks.py has tasks of its own
         if "--live" in words:

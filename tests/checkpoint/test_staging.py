@@ -103,7 +103,8 @@ def test_released_memory_is_taken_again() -> None:
 def test_pinned_memory_goes_back_to_the_system_once_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's allocator would keep it locked, as large as the state, until the process ends."""
     left: list[list[int]] = []
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: left.append(memory_of(buffer)))
+    # torch 2.9 has none.
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: left.append(memory_of(buffer)), raising=False)
     buffer = filled({"a": torch.zeros(4)})
     buffer.release()
     assert left == [], "what is not pinned is no memory of that allocator"

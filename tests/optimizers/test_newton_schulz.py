@@ -247,6 +247,7 @@ def test_the_gram_form_is_used_if_one_side_is_more_than_1_5_times_the_other() ->
     assert module._gram_form_is_cheaper(torch.empty(1, 7, 4))
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings to control TF32:UserWarning")  # torch 2.9
 def test_the_gram_form_is_not_used_if_products_are_coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(x: Tensor, schedule: object) -> Tensor:
         raise AssertionError("the Gram form was taken")
