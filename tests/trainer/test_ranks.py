@@ -66,8 +66,12 @@ def assert_alike(ranks: list[Trainer], one: Trainer) -> None:
         {"optimizer": {"name": "muon"}},
         {"optimizer": {"cautious": True}, "data": {"loss_normalization": "tokens"}},
         {"optimizer": {"name": "muon", "cautious": True, "ema": 0.9}, "scheduler": {"name": "cosine"}},
+        *(
+            pytest.param({"scheduler": {"name": name, "warmup_steps": 1, **keys}}, marks=pytest.mark.slow)
+            for name, keys in (("constant", {}), ("linear", {}), ("wsd", {"decay_steps": 2}))
+        ),
     ],
-    ids=["adamw", "muon", "cautious, by tokens", "muon, cautious, ema"],
+    ids=["adamw", "muon", "cautious, by tokens", "muon, cautious, ema", "constant", "linear", "wsd"],
 )
 def test_ranks_train_like_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], ranks: int
