@@ -97,6 +97,17 @@ def test_special_tokens_are_not_added(trained: JsonTokenizer) -> None:
     assert changed(trained, post_processor=template).encode("the cat") == trained.encode("the cat")
 
 
+def test_the_place_of_a_token_includes_its_spaces_whatever_the_file_trims(trained: JsonTokenizer) -> None:
+    trimming = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    text = "the   cat\n\nsat<|endoftext|>"
+
+    [(ids, begins, stops)] = changed(trained, post_processor=trimming).encode_with_special_tokens([text])
+
+    assert begins.tolist() == [0, *stops[:-1].tolist()]
+    assert stops[-1] == len(text)
+    assert trained.decode(ids.tolist()) == text
+
+
 def test_truncation_and_padding_in_the_file_are_ignored(trained: JsonTokenizer) -> None:
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     padding = {

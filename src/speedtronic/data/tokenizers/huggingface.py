@@ -107,7 +107,8 @@ class JsonTokenizer:
 
     @cached_property
     def _with_special_tokens(self) -> tokenizers.Tokenizer:
-        return _library_tokenizer(self._text)
+        # A post-processor adds tokens, which are not wanted here, or takes the spaces out of the places of tokens.
+        return _library_tokenizer(json.dumps({**json.loads(self._text), "post_processor": None}))
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
