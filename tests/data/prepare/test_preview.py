@@ -11,6 +11,7 @@ from speedtronic.data.prepare.prepare import prepare
 from speedtronic.data.prepare.preview import preview
 from speedtronic.data.prepare.records import PromptRecords
 from speedtronic.data.shards import ShardSet
+from speedtronic.errors import DataError
 from tests.support.tokenizers import byte_level_bpe
 
 
@@ -47,3 +48,10 @@ def test_of_a_long_document_the_beginning_is_shown(tmp_path: Path, monkeypatch: 
     (tmp_path / "a.txt").write_text("0123456789" * 10)
 
     assert list(preview([tmp_path / "a.txt"], 5)) == [[("0123456789", True)]]
+
+
+def test_where_all_documents_are_empty_there_is_nothing_to_show(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+
+    with pytest.raises(DataError, match="all documents are empty"):
+        list(preview([tmp_path / "a.jsonl"], 1))

@@ -54,7 +54,7 @@ def test_tools_may_be_a_list_or_its_json_or_missing() -> None:
         ({"text": "x"}, "not an object with messages 'messages'; choose the field with --messages-field"),
         ({"messages": "x"}, "the messages are not a list of objects"),
         ({"messages": [{"from": "human", "value": "x"}]}, 'message 0 has no "role"'),
-        ({"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}, "Expecting"),
+        ({"messages": [{"role": "assistant", "content": "x"}], "tools": "{"}, "the tools are a text that is not JSON"),
     ],
 )
 def test_what_is_no_chat_says_why(record: Any, reason: str) -> None:

@@ -17,6 +17,7 @@ from speedtronic.data.tokenizers.base import StreamDecoder, Tokenizer
 from speedtronic.data.tokenizers.chars import CorpusCharTokenizer
 from speedtronic.data.tokenizers.chunking import CutRule, cut_rule
 from speedtronic.data.tokenizers.from_file import load_tokenizer
+from speedtronic.errors import DataError
 
 _UNIT_BYTES = 2**16
 _MOST_TOKENS = 4096  # of a document that are shown
@@ -49,6 +50,7 @@ def preview(
     rule: CutRule = "characters" if encoder is None else cut_rule(encoder)
 
     def documents() -> Iterator[list[Part]]:
+        some = False
         for unit in plan_units(in_order(inputs, seed), rule, size=_UNIT_BYTES):
             # The characters of the rest are of no interest here.
             own = encoder or CorpusCharTokenizer(characters_of_unit(unit, skip_bad_records))
@@ -56,10 +58,13 @@ def preview(
             targets = np.ones(len(encoded.ids), np.bool_) if encoded.targets is None else encoded.targets
             start = 0
             # Of a document that goes on in the next unit, this part is shown as one.
-            for end in dict.fromkeys([*encoded.ends.tolist(), len(encoded.ids)]):
+            for end in dict.fromkeys([*encoded.ends.tolist(), len(encoded.ids)]) if len(encoded.ids) else ():
+                some = True
                 stop = min(end, start + _MOST_TOKENS)
                 yield _decoded(encoded.ids[start:stop].tolist(), targets[start:stop].tolist(), own)
                 start = end
+        if not some:
+            raise DataError("all documents are empty: there is nothing to train on")
 
     return islice(documents(), count)
 

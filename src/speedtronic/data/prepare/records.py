@@ -163,7 +163,10 @@ class ChatRecords:
         except _MissingError:
             tools = None
         if isinstance(tools, str):
-            tools = json.loads(tools)
+            try:
+                tools = json.loads(tools)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"the tools are a text that is not JSON: {error}") from error
         parts = self.template.parts(_messages(messages), _list_of_objects(tools, "tools") if tools else None)
         return Sample(parts, spells_tokens=True, ends=False)
 
