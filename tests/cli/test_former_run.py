@@ -76,6 +76,15 @@ def test_a_second_run_in_a_used_folder_is_a_choice_and_leaves_the_first_alone(
     assert contents(tmp_path / "run") == before
 
 
+def test_a_run_that_failed_before_its_first_step_leaves_the_folder_free(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    assert main(["train", config, 'optimizer.groups=[{match: "no.such.*", lr: 1e-3}]']) == 2
+    assert run_ids(tmp_path / "run/m.jsonl")
+    assert main(["train", config]) == 0
+    assert run_ids(tmp_path / "run/m.jsonl")[-1] == checkpoint_id(tmp_path / "run/checkpoints")
+    assert main(["train", config]) == 2
+
+
 def test_overwrite_moves_the_old_run_aside_whole_and_names_the_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

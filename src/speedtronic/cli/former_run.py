@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 
 _CHECKPOINT = re.compile(r"step_(\d{12,})(-[0-9a-f]{8}(-new)?)?")
 _LATEST = "latest.json"
+_BEFORE_TRAINING = {
+    "environment",
+    "log",
+    "shape_profile",
+    "shape_warning",
+}  # events that a run writes before it begins to train
+_LONGEST_START = 2**16  # bytes of a log
 
 
 @dataclass(frozen=True)
@@ -88,11 +96,22 @@ def _files_of(config: SpeedtronicConfig, folder: Path) -> Iterator[Path]:
     yield from (file for file in there if found and file.name == _LATEST)
     for log in (config.logging.file, config.logging.json_file):
         file = folder / (log or "")
-        if file.is_relative_to(folder) and file.is_file() and file.stat().st_size > 0:
+        if file.is_relative_to(folder) and file.is_file() and (found or not _is_of_a_failed_start(file)):
             yield file
             found.append(file)
     if found and (trackers := folder / TRACKERS).is_dir():
         yield trackers
+
+
+def _is_of_a_failed_start(log: Path) -> bool:
+    """Whether a log is empty, or has only lines of JSON from before the first step."""
+    if log.stat().st_size > _LONGEST_START:
+        return False
+    try:
+        records = [json.loads(line) for line in log.read_bytes().splitlines()]
+    except (ValueError, RecursionError):  # it is a log for people
+        return False
+    return all(isinstance(record, dict) and record.get("event") in _BEFORE_TRAINING for record in records)
 
 
 def set_aside(former: FormerRun) -> Path:
