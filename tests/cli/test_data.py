@@ -231,6 +231,14 @@ def test_prepare_reads_the_standard_input_and_leaves_no_copy_of_it(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lines", "text"]
 
 
+def test_an_error_names_the_standard_input_and_not_the_file_that_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standard_input(monkeypatch, b'{"text": "one"}\nnope\n')
+    with pytest.raises(DataError, match=r"^the standard input: line 2: not valid JSON"):
+        run("prepare", "--stdin", "jsonl", "--out", tmp_path / "out")
+
+
 def test_the_standard_input_is_no_path_and_takes_the_place_of_paths(tmp_path: Path, text: Path) -> None:
     with pytest.raises(DataError, match="--stdin text or --stdin jsonl"):
         run("prepare", "-", "--out", tmp_path / "out")

@@ -37,5 +37,8 @@ def kept_in_file(stream: IO[bytes], kind: Literal["text", "jsonl"], out: Path) -
         except OSError as error:
             raise DataError(f"{path}: cannot keep the standard input there: {error.strerror}") from error
         yield path
+    except DataError as error:
+        # The file has a name of chance, and is gone when this is read.
+        raise DataError(str(error).replace(str(path), "the standard input")) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
