@@ -23,6 +23,7 @@ from speedtronic.distributed.stores import open_store
 from speedtronic.generation import TextGenerator, load_generator
 from speedtronic.registry import build_model, registry
 from speedtronic.runtime import import_plugins
+from tests.support.tokenizers import byte_level_bpe
 
 TEXT = "to be or not\n"
 MODEL = {"vocab_size": 16, "max_seq_len": 12, "n_layer": 1, "n_head": 2, "d_model": 8}
@@ -342,6 +343,20 @@ def test_weights_of_another_size_are_one_line(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert re.search(r"has shape .* in the checkpoint and .*, and \d+ more; leave out model.d_model=64$", said.strip())
+
+
+def test_a_special_token_in_a_prompt_is_said_to_be_text(capsys: pytest.CaptureFixture[str], run_yaml: Path) -> None:
+    pytest.importorskip("tokenizers")
+    config = load_config(trained(run_yaml.parent, model={**MODEL, "vocab_size": 512}))
+    state = {"model": build_model(config).state_dict(), "config": config.to_dict(), "step": 4}
+    manager = CheckpointManager(Path(config.run.output_dir) / config.checkpoint.directory)
+    manager.save(4, {**state, "tokenizer": byte_level_bpe().spec()})
+    assert main(["generate", str(run_yaml), "--prompt", "hi", "--max-tokens", "1", "--device", "cpu"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["generate", str(run_yaml), "--prompt", "hi<|endoftext|>", "--max-tokens", "1", "--device", "cpu"]) == 0
+    assert "warning: the prompt spells <|endoftext|>, which the model reads here as ordinary text" in (
+        capsys.readouterr().err
+    )
 
 
 def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
+    from speedtronic.data.tokenizers.huggingface import JsonTokenizer
     from speedtronic.generation import check_seed, generator_from_weights, load_generator
     from speedtronic.precision import resolve_device, use_device
     from speedtronic.runtime import import_plugins
@@ -78,6 +79,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         generator = load_generator(
             found.path, extra=found.config.model.extra, overrides=found.overrides, best=args.best, device=device
+        )
+
+    special = generator.tokenizer.special_tokens if isinstance(generator.tokenizer, JsonTokenizer) else ()
+    if spelled := [token for token in special if token in prompt]:
+        output.warn(
+            f"the prompt spells {', '.join(spelled)}, which the model reads here as ordinary text, not as a special "
+            "token; to write with a chat template, export the model with `speedtronic checkpoints export --format "
+            "huggingface` and use transformers"
         )
 
     for sample in range(args.num_samples):
