@@ -13,13 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from speedtronic.checkpoint import CheckpointManager
+from speedtronic.checkpoint.export.files import HuggingFaceTokenizer
 from speedtronic.cli import main, output
+from speedtronic.cli.checkpoints import _with_settings_of_folder
 from speedtronic.config import SpeedtronicConfig
 from speedtronic.data.tokenizers import tiktoken
 from speedtronic.data.tokenizers.chars import CharTokenizer
 from speedtronic.durable.files import FileSystem
+from speedtronic.errors import ConfigError
 from speedtronic.model.transformer import build_reference_transformer
-from tests.support.tokenizers import lines_of_ranks
+from tests.support.tokenizers import byte_level_bpe, lines_of_ranks
 
 # ---------------------------------------------------------------------- list
 
@@ -537,3 +540,19 @@ def test_a_full_disk_is_one_error_of_the_run(
 def test_there_is_no_default_place(exportable: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "export", str(exportable)]) == 2
     assert "--out" in capsys.readouterr().err
+
+
+def test_a_tokenizer_gets_the_settings_of_the_folder_that_it_came_from(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    own = byte_level_bpe()
+    tokenizer = HuggingFaceTokenizer(own.spec()["json"], own.separator_id)
+    (tmp_path / "tokenizer.json").write_text(own.spec()["json"])
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    found = _with_settings_of_folder(tokenizer, str(tmp_path))
+    assert found is not None
+    assert (found.settings, found.chat_template) == ({"chat_template": "{{ messages }}"}, None)
+    other = tokenizer._replace(json="of another run")
+    assert _with_settings_of_folder(other, str(tmp_path)) is other
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"its tokenizer_config\.json cannot be read"):
+        _with_settings_of_folder(tokenizer, str(tmp_path))

@@ -373,6 +373,7 @@ def _write(model: SavedModel, args: argparse.Namespace) -> tuple[Path, list[str]
             return export_hugging_face(model, args.out, norm_eps=NORM_EPS, **options), notes
         check_base(module, model.base)
         merge = merged if adapters and args.format == "huggingface" else None
+        options["tokenizer"] = _with_settings_of_folder(tokenizer, find_checkpoints(args).config.model.hf_folder)
         return export_pretrained(model, module, args.out, merge=merge, **options), notes
 
 
@@ -426,6 +427,25 @@ def _tokenizer(model: SavedModel) -> tuple[HuggingFaceTokenizer | None, list[str
         return None, ["without a tokenizer: the run had none"]
     separator_id = tokenizer_from_spec(spec).separator_id
     return HuggingFaceTokenizer(tokenizer_json(spec), separator_id), []
+
+
+def _with_settings_of_folder(tokenizer: HuggingFaceTokenizer | None, folder: str | None) -> HuggingFaceTokenizer | None:
+    """The tokenizer with what the folder of a fine-tuned model says of it, if the run used that of the folder."""
+    from speedtronic.checkpoint.export.files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+    from speedtronic.data.tokenizers.from_file import load_tokenizer
+
+    if tokenizer is None or folder is None or not Path(folder, TOKENIZER).is_file():
+        return tokenizer
+    if load_tokenizer(folder).spec().get("json") != tokenizer.json:
+        return tokenizer
+    settings, template = Path(folder, TOKENIZER_CONFIG), Path(folder, CHAT_TEMPLATE)
+    try:
+        return tokenizer._replace(
+            settings=json.loads(settings.read_bytes()) if settings.is_file() else {},
+            chat_template=template.read_bytes() if template.is_file() else None,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf_folder: {folder}: its {TOKENIZER_CONFIG} cannot be read: {error}") from error
 
 
 # ---------------------------------------------------------------------- publish

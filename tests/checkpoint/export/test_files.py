@@ -343,6 +343,18 @@ def test_a_model_writes_itself_with_the_weights_of_the_run(saved_by_itself: Save
     assert not (folder / "tokenizer.json").exists()
 
 
+def test_the_settings_of_the_folder_of_a_tokenizer_are_exported_with_it(
+    saved_by_itself: SavedModel, tmp_path: Path
+) -> None:
+    with_settings = TOKENIZER._replace(settings={"eos_token": "<end of turn>"}, chat_template=b"{{ messages }}")
+    folder = pretrained(saved_by_itself, tmp_path / "hf", tokenizer=with_settings)
+    assert (folder / "chat_template.jinja").read_bytes() == b"{{ messages }}"
+    written = json.loads((folder / "tokenizer_config.json").read_bytes())
+    assert (written["eos_token"], written["bos_token"]) == ("<end of turn>", "</s>")
+    pretrained(saved_by_itself, folder, replace=True)
+    assert not (folder / "chat_template.jinja").exists()
+
+
 def test_a_model_writes_itself_with_its_averaged_weights(tmp_path: Path) -> None:
     average = {"linear.weight": torch.full((4, 3), 2.0), "linear.bias": torch.zeros(4)}
     state = {"model": Pretrained().state_dict(), "ema": average}

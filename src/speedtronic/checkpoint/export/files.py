@@ -45,11 +45,11 @@ from speedtronic.errors import CheckpointError, ConfigError, SpeedtronicError
 
 WEIGHTS = "model.safetensors"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # What peft writes of adapters, beside a card for a page of a hub that does not belong to an export.
 _ADAPTER_FILES = frozenset({"adapter_model.safetensors", "adapter_config.json"})
 _MODEL_CARD = "README.md"
-_FOLDER_FILES = _ADAPTER_FILES | {WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG}
+_FOLDER_FILES = _ADAPTER_FILES | {WEIGHTS, CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE}
 # Large weights of a model that writes itself are in several files.
 _PART_OF_WEIGHTS = re.compile(r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json")
 
@@ -92,10 +92,14 @@ class HuggingFaceTokenizer(NamedTuple):
     Attributes:
         json: the text of a `tokenizer.json`, or None when the tokenizer has no such form.
         separator_id: the token that ends a document.
+        settings: of the folder that it came from, such as the names of special tokens and a chat template.
+        chat_template: the file of that folder; None where it has none.
     """
 
     json: str | None
     separator_id: int
+    settings: Mapping[str, Any] = MappingProxyType({})
+    chat_template: bytes | None = None
 
 
 def open_model(checkpoint: str | os.PathLike[str], *, verify: bool = True, fs: FileSystem | None = None) -> SavedModel:
@@ -354,8 +358,13 @@ def _tokenizer_files(
         "eos_token": separator,
         "clean_up_tokenization_spaces": False,
         **({} if longest is None else {"model_max_length": longest}),
+        **tokenizer.settings,
     }
-    return {TOKENIZER: [tokenizer.json.encode()], TOKENIZER_CONFIG: [_json(config)]}
+    files: dict[str, Iterable[bytes | memoryview]] = {
+        TOKENIZER: [tokenizer.json.encode()],
+        TOKENIZER_CONFIG: [_json(config)],
+    }
+    return files if tokenizer.chat_template is None else {**files, CHAT_TEMPLATE: [tokenizer.chat_template]}
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
