@@ -302,3 +302,19 @@ def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:
 def test_piped_output_has_no_control_characters(tmp_path: Path) -> None:
     done = subprocess.run([*COMMAND, str(write_config(tmp_path))], capture_output=True, text=True, check=True)
     assert all(character.isprintable() or character == "\n" for character in done.stdout)
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "speaks"), [("0", "0", True), ("1", "1", False), ("2", "0", True)])
+def test_one_rank_of_each_machine_says_what_is_wrong_with_its_configuration(
+    rank: str,
+    local_rank: str,
+    speaks: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file may be missing on one machine alone."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert main(["train", str(tmp_path / "missing.yaml")]) == 2
+    assert ("missing.yaml" in capsys.readouterr().err) == speaks
