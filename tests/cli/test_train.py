@@ -17,7 +17,7 @@ import pytest
 
 from speedtronic.checkpoint import CheckpointManager
 from speedtronic.cli import main
-from speedtronic.trainer import Trainer
+from speedtronic.trainer import Trainer, TrainResult
 from tests.support.configs import tiny
 
 COMMAND = [sys.executable, "-m", "speedtronic", "train"]
@@ -302,3 +302,37 @@ def test_a_closed_pipe_does_not_crash_the_run(tmp_path: Path) -> None:
 def test_piped_output_has_no_control_characters(tmp_path: Path) -> None:
     done = subprocess.run([*COMMAND, str(write_config(tmp_path))], capture_output=True, text=True, check=True)
     assert all(character.isprintable() or character == "\n" for character in done.stdout)
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "speaks"), [("0", "0", True), ("1", "1", False), ("2", "0", True)])
+def test_one_rank_of_each_machine_says_what_is_wrong_with_its_configuration(
+    rank: str,
+    local_rank: str,
+    speaks: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file may be missing on one machine alone."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert main(["train", str(tmp_path / "missing.yaml")]) == 2
+    assert ("missing.yaml" in capsys.readouterr().err) == speaks
+
+
+@pytest.mark.parametrize(("local_size", "started"), [("4", "torchrun --nproc-per-node 4"), ("2", "torchrun ...")])
+def test_ranks_that_were_interrupted_go_on_as_ranks(
+    local_size: str,
+    started: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = write_config(tmp_path)
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": local_size}
+    for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    interrupted = TrainResult(1, 1, 1, None, 0.0, interrupted_by=signal.SIGTERM)
+    monkeypatch.setattr("speedtronic.runtime.train_from_config", lambda *_, **__: interrupted)
+    assert main(["train", str(config)]) == 143
+    assert capsys.readouterr().out == f"to continue: {started} -m speedtronic train {config} --resume\n"

@@ -110,6 +110,18 @@ def test_the_newest_checkpoint_comes_back_to_an_empty_disk(run: Run) -> None:
     assert run.warned == other.warned == []
 
 
+def test_the_run_that_saved_last_comes_back_although_another_saved_more_often(
+    tmp_path: Path, shared: MemoryStore
+) -> None:
+    """A run in a new folder counts its saves anew."""
+    earlier = Run(tmp_path / "earlier", shared)
+    for step in (10, 20, 30):
+        earlier.save(step)
+    later = Run(tmp_path / "later", shared)
+    later.save(5)
+    assert_is(Run(tmp_path / "empty", shared).fetched(), 5)
+
+
 def test_an_empty_store_has_nothing_to_fetch(run: Run) -> None:
     assert run.fetched() is None
 
@@ -232,7 +244,7 @@ def test_a_store_whose_requests_fail_and_tear_gets_whole_copies(tmp_path: Path, 
     assert run.warned == []
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"format":1,"manifest":"{}","files":{}}'])
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"format":1,"number":1,"manifest":"{}","files":{}}'])
 def test_what_is_no_index_is_left_alone(run: Run, shared: MemoryStore, content: bytes) -> None:
     name = "index/000000000099-0123abcd.json"
     shared.put_if_absent(name, content)

@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_ends_like_one_that_was_never_interrupted(ranks: int,
     assert [code for code, _, _ in results] == [143] * ranks, results
     step = state_of(tmp_path / "halves")["step"]
     assert step in (3, 4)
-    assert "to continue:" in results[0][1]
+    assert f"to continue: torchrun --nproc-per-node {ranks} -m speedtronic train {halves} --resume" in results[0][1]
     assert all("to continue:" not in output for _, output, _ in results[1:])
     assert [code for code, _, _ in run_ranks(ranks, train(halves), cwd=tmp_path)] == [0] * ranks
     assert difference(compared(tmp_path / "halves"), compared(tmp_path / "whole")) is None

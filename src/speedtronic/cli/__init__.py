@@ -64,8 +64,9 @@ def _exit_code(argv: Sequence[str] | None) -> int:
     except SpeedtronicError as error:
         if isinstance(error, output.OutputError):
             output.abandon()
-        # All ranks read one configuration, and share one loss: one of them says what is wrong with it.
-        if not isinstance(error, ConfigError | NonFiniteError | ScalerOverflowError) or _leads():
+        # The ranks of a machine read one configuration, and all share one loss: one of them says what is wrong with it.
+        speaks = _leads() or (isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK") == "0")
+        if speaks or not isinstance(error, ConfigError | NonFiniteError | ScalerOverflowError):
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:

@@ -131,6 +131,12 @@ def _continue_command(args: argparse.Namespace) -> list[str]:
 
 def _own_command() -> list[str]:
     """How this program was started."""
+    from speedtronic.parallel.launch import launched
+
+    if (launch := launched()) is not None:
+        # What several machines were told of each other does not stand in the environment.
+        count = ["--nproc-per-node", str(launch.size)] if launch.local_size == launch.size else ["..."]
+        return ["torchrun", *count, "-m", "speedtronic"]
     started = Path(sys.argv[0])
     if started.name == "__main__.py":
         return [sys.executable, "-m", "speedtronic"]

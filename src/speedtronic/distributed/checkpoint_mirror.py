@@ -23,7 +23,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import StringConstraints, ValidationError
 
 from speedtronic.checkpoint import CheckpointEntry, CheckpointManager
-from speedtronic.checkpoint.entries import best_first, newest_first, of_run, surplus
+from speedtronic.checkpoint.entries import best_first, of_run, surplus
 from speedtronic.checkpoint.manifest import FILES, MANIFEST, Manifest, manifest_of
 from speedtronic.distributed.protocol import list_all, put_own
 from speedtronic.distributed.records import Hash, Natural, Record, canonical_json
@@ -45,9 +45,14 @@ class _Part(Record):
 
 
 class _Index(Record):
-    """A copy of a checkpoint: its manifest, as it stands in its folder, and where the parts of its files lie."""
+    """A copy of a checkpoint: its manifest, as it stands in its folder, and where the parts of its files lie.
+
+    Attributes:
+        number: counts the copies in the store. A run counts its saves in its own folder, and another run anew.
+    """
 
     format: Literal[1]
+    number: Natural
     manifest: str
     files: dict[str, tuple[_Part, ...]]
 
@@ -59,11 +64,13 @@ class _Copy(NamedTuple):
         name: of its index.
         entry: the checkpoint, as it is compared with others.
         files: where its parts lie.
+        number: that of its index.
     """
 
     name: str
     entry: CheckpointEntry
     files: dict[str, tuple[_Part, ...]]
+    number: int
 
 
 class _Waiting(NamedTuple):
@@ -175,7 +182,8 @@ class CheckpointMirror:
             file: tuple(self._put_parts(waiting.files[file], f"part/{manifest.run_id}/{name}/{file}", manifest, file))
             for file in FILES
         }
-        index = _Index(format=1, manifest=waiting.text.decode("ascii"), files=files)
+        number = 1 + max((copy.number for copy in copies), default=0)
+        index = _Index(format=1, number=number, manifest=waiting.text.decode("ascii"), files=files)
         perform(put_own(f"{_INDEX}{name}.json", canonical_json(index), None), self._store)
         if not copies:
             self._inform(f"checkpoints are copied to {self._store.url}")
@@ -241,8 +249,8 @@ class CheckpointMirror:
         copies = {copy.entry.path: copy for copy in self._copies()}
         if not copies:
             return None
-        ranked = newest_first([copy.entry for copy in copies.values()])
-        for entry in of_run(ranked, ranked[0].run_id):
+        last = max(copies.values(), key=lambda copy: copy.number)
+        for entry in of_run([copy.entry for copy in copies.values()], last.entry.run_id):
             assert entry.manifest is not None, "a copy has one"
             try:
                 return manager.receive(entry.manifest, partial(self._read, copies[entry.path].files))
@@ -274,6 +282,7 @@ class CheckpointMirror:
                 # Not a path of this machine: it tells copies apart, and stands in messages.
                 path = Path(name.removeprefix(_INDEX).removesuffix(".json"))
                 size = sum(record.size for record in manifest.files.values())
-                return _Copy(name, CheckpointEntry(path, manifest.step, size, manifest, None), index.files)
+                entry = CheckpointEntry(path, manifest.step, size, manifest, None)
+                return _Copy(name, entry, index.files, index.number)
         self._warn(f"{name} in {self._store.url} is no index of a checkpoint: it is left alone")
         return None
