@@ -16,10 +16,10 @@ COPY --from=wheel /wheels /tmp/wheels
 RUN pip install --no-cache-dir --constraint /tmp/constraints.txt --extra-index-url "${TORCH_INDEX}" /tmp/wheels/*.whl \
     && rm -r /tmp/wheels \
     && useradd --create-home --uid 1000 trainer \
-    && mkdir -p /work/runs \
-    && chown -R 1000 /work
+    && mkdir -p /training/runs \
+    && chown -R 1000 /training
 USER 1000
-WORKDIR /work
+WORKDIR /training
 COPY --chown=1000 examples examples
 ENTRYPOINT ["speedtronic"]
 CMD ["--help"]

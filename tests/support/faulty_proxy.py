@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+from tests.support.loopback import LoopbackServer, address_of
 
 _OF_A_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
 
@@ -115,26 +116,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is said."""
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
+class _Server(LoopbackServer):
     def __init__(self, proxy: FaultyProxy) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.proxy = proxy
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client went away."""
 
-
-@contextmanager
-def proxied(proxy: FaultyProxy) -> Iterator[str]:
+def proxied(proxy: FaultyProxy) -> AbstractContextManager[str]:
     """The address of a proxy."""
-    with _Server(proxy) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+    return address_of(_Server(proxy))

@@ -9,12 +9,13 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qsl, unquote
+
+from tests.support.loopback import LoopbackServer, address_of
 
 TOKEN = "hf_ofthetests"
 
@@ -299,25 +300,12 @@ def _mode(repository: Repository, file: dict[str, Any]) -> dict[str, Any]:
     return {"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid}
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class _Server(LoopbackServer):
     def __init__(self, hub: Hub) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.hub = hub
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client went away."""
 
-
-@contextmanager
-def serving_hub(hub: Hub) -> Iterator[str]:
+def serving_hub(hub: Hub) -> AbstractContextManager[str]:
     """The address of a Hub."""
-    with _Server(hub) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+    return address_of(_Server(hub))

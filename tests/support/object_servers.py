@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.support.loopback import LoopbackServer, address_of
 
 KEY = "HFAKtesting"
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
@@ -203,26 +205,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is said."""
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
+class _Server(LoopbackServer):
     def __init__(self, objects: ObjectServer) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.objects = objects
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client went away."""
 
-
-@contextmanager
-def serving(objects: ObjectServer) -> Iterator[str]:
+def serving(objects: ObjectServer) -> AbstractContextManager[str]:
     """The address of a server of these objects."""
-    with _Server(objects) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+    return address_of(_Server(objects))
